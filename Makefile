@@ -1,0 +1,78 @@
+# make demo and make test do all the set-up on a fresh machine that has Python 3.10+ with venv.
+PYTHON ?= python3
+# Test processes; each computes on one thread (see tests/conftest.py).
+WORKERS ?= 2
+# What a machine without a GPU gets; a machine with one keeps the torch it has.
+CPU_TORCH ?= torch==2.13.0
+# More arguments for the demo, such as ARGS="--text FILE".
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format pytest docs clean
+
+help:
+	@echo "make demo    train a small byte-level model here (sets everything up first)"
+	@echo "make test    every check: lint, types, contracts, doc-tests, tests"
+	@echo "make lint    the checks that run no test"
+	@echo "make format  rewrite the code as ruff formats it"
+	@echo "make docs    build the documentation into site/"
+	@echo "make clean   remove the environment and all that was built"
+
+demo: $(VENV)/.demo
+	@$(BIN)/longdelta demo $(ARGS)
+
+test: lint pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell src tests docs README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/python tests/contracts/sizes.py
+
+pytest: $(VENV)/.dev
+	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch comes before the project: its requirement is then met, and pip looks for no other build.
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "longdelta needs Python 3.10 or newer: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@if ! nvidia-smi -L >/dev/null 2>&1; then \
+		echo "No GPU here: setting up $(VENV) with $(CPU_TORCH)"; \
+		$(PYTHON) -m venv $(VENV) && $(PIP) "$(CPU_TORCH)"; \
+	else \
+		echo "GPU here: setting up $(VENV) with the torch of $(PYTHON), else the newest"; \
+		$(PYTHON) -m venv --system-site-packages $(VENV) \
+			&& { $(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) torch; }; \
+	fi
+	@touch $@
+
+# The bench extra lets `longdelta plan --draw` draw, and brings numpy, which torch warns about without.
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	@$(PIP) --editable ".[bench]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@$(PIP) --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	@$(PIP) --editable ".[docs]"
+	@touch $@

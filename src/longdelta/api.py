@@ -1,0 +1,446 @@
+"""The public operation. Arguments are checked here, once; everything below trusts them."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdelta.errors import InvalidInput, NotYet
+from longdelta.ops.library import Inputs
+from longdelta.ops.select import BACKENDS
+from longdelta.plan.tensors import SAVE_MODES
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_TOLERATED = frozenset(
+    "chunk_size max_length max_seqlen seq_idx cu_seq_lens_q cu_seq_lens_k max_length_q "
+    "max_length_k position_ids output_attentions use_cache".split()
+)
+"""Keywords that model code hands to every attention; they change nothing here."""
+_OPTIONS = (
+    "scale initial_state output_final_state use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel "
+    "allow_neg_eigval state_v_first cu_seqlens cu_seqlens_cpu chunk_indices cp_context "
+    "use_gate_in_kernel A_log dt_bias deterministic save recompute workspace graph backend"
+).split()
+_said: set[str] = set()
+
+
+class ForwardResult(NamedTuple):
+    """o [B, T, HV, V]; final_state [N, HV, K, V] or None; saved: what `gdn_backward` can start from."""
+
+    o: Tensor
+    final_state: Tensor | None
+    saved: Saved
+
+
+class BackwardResult(NamedTuple):
+    """Each gradient has its input's shape and dtype; None for an input that was not given."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dbeta: Tensor
+    d_initial_state: Tensor | None
+    dA_log: Tensor | None
+    ddt_bias: Tensor | None
+
+
+class Saved(NamedTuple):
+    """The saved set of one forward, and the call that it belongs to."""
+
+    tensor: Tensor
+    save: str
+    call: tuple[object, ...]
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    deterministic: bool = True,
+    save: str = "auto",
+    recompute: object | None = None,
+    workspace: object | None = None,
+    graph: str = "off",
+    backend: str = "auto",
+    **extra: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule over packed documents, evaluated in chunks of 64 tokens. Differentiable.
+
+    Per document and value head, with S in R^{K x V} and row vectors q, k, v:
+        S_t = e^{g_t} S_{t-1} + k_t^T beta_t (v_t - e^{g_t} k_t S_{t-1}),    o_t = scale q_t S_t
+
+    Args:
+        q, k: ``[B, T, H, K]`` bfloat16, float16, float32 or float64, any strides. Rows of k should
+            have unit norm (not checked): the rule diverges where beta |k|^2 > 2.
+        v: ``[B, T, HV, V]``, dtype of q, ``HV % H == 0``; value head h reads q/k head
+            ``h // (HV // H)``.
+        g: ``[B, T, HV]``, any float: natural logarithm of one token's decay. ``g <= 0`` is meant;
+            values below -87 count as -87 (a new document); positive g is computed as it stands and
+            can overflow.
+        beta: ``[B, T, HV]``, any float, in [0, 2].
+        scale: default ``K ** -0.5``; applies after the norm of q.
+        initial_state: ``[N, HV, K, V]``, any float, or None for zeros; one row per document.
+        output_final_state: return the state after each document's last token.
+        use_qk_l2norm_in_kernel: q and k are raw; x / sqrt(sum x^2 + 1e-6) is applied first.
+        use_beta_sigmoid_in_kernel: beta is raw; its sigmoid is taken first.
+        allow_neg_eigval: with the former: twice the sigmoid.
+        state_v_first: states are ``[N, HV, V, K]``.
+        cu_seqlens: ``[N + 1]`` int32 or int64, on q's device or the CPU, needs ``B == 1``: document
+            n is rows ``cu_seqlens[n] : cu_seqlens[n + 1]``. Repeats mark empty documents; rows after
+            the last boundary give zero output and zero gradients. A device tensor costs one copy to
+            the host per new content.
+        cu_seqlens_cpu: the same on the CPU: no copy then.
+        chunk_indices: accepted for compatibility; not read.
+        cp_context: not yet: context parallelism comes with a later version.
+        use_gate_in_kernel: g is raw; -exp(A_log) softplus(g + dt_bias) is taken first.
+        A_log, dt_bias: ``[HV]``, with the former; dt_bias may be None.
+        deterministic: promise equal bits, see docs/design/determinism.md. False may choose faster
+            plans. ``torch.use_deterministic_algorithms(True)`` turns it on.
+        save: what the forward keeps for the backward besides the inputs: "none", "light" (states at
+            segment borders), "full" (all tapes) or "auto": "light" where a gradient is required,
+            else "none". The bits do not depend on it.
+        recompute, workspace, graph: not yet.
+        backend: "auto", "eager" or "gluon".
+        extra: keywords that model code hands on (chunk_size, max_length, ...) are ignored, the
+            unknown ones with a warning; a near miss of an option's name is an error.
+    Returns:
+        ``(o, final_state)``: o like v; final_state ``[N, HV, K, V]`` float32 (float64 for float64
+        inputs), or None where it was not asked for.
+    Raises:
+        InvalidInput (a ValueError): an argument is wrong; names it, what it must be and what came.
+        UnsupportedProblem: the backend asked for does not take this problem.
+        NotYet: an argument of a later version.
+    Source: Yang et al., arXiv:2412.06464; argument names and layout follow
+    ``fla.ops.gated_delta_rule``.
+    """
+    _check_extra(extra)
+    _check_not_yet(cp_context, recompute, workspace, graph)
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    keep = _resolve_save(save, tensors)
+    inputs = Inputs(
+        *tensors,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        scale=_resolve_scale(scale, q),
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        gate=use_gate_in_kernel,
+        beta_sigmoid=use_beta_sigmoid_in_kernel,
+        neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        deterministic=_resolve_deterministic(deterministic),
+        output_final_state=output_final_state,
+        save=keep,
+        backend=backend,
+    )
+    _check(inputs)
+    o, final_state, _ = torch.ops.longdelta.forward(*inputs)
+    return o, final_state if output_final_state else None
+
+
+def gdn_forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, save: str = "light", **options: Any
+) -> ForwardResult:
+    """The forward of `chunk_gated_delta_rule` without autograd, and what it keeps.
+
+    o_t = scale q_t S_t, with S_t as in `chunk_gated_delta_rule`.
+
+    Args:
+        q, k, v, g, beta: as in `chunk_gated_delta_rule`: ``[B, T, H, K]``, ``[B, T, HV, V]``,
+            ``[B, T, HV]``.
+        save: "none", "light" or "full".
+        options: the other keywords of `chunk_gated_delta_rule`, with the same meaning.
+    Returns:
+        ``ForwardResult(o, final_state, saved)``.
+    Raises:
+        InvalidInput, UnsupportedProblem, NotYet: as `chunk_gated_delta_rule`.
+    Source: Yang et al., arXiv:2412.06464.
+    """
+    inputs = _explicit(q, k, v, g, beta, save, options)
+    with torch.no_grad():
+        o, final_state, saved = torch.ops.longdelta.forward(*inputs)
+    state = final_state if inputs.output_final_state else None
+    return ForwardResult(o, state, Saved(saved, inputs.save, _call(inputs)))
+
+
+def gdn_backward(
+    do: Tensor | None,
+    d_final_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    saved: Saved | None = None,
+    **options: Any,
+) -> BackwardResult:
+    """Gradients of <do, o> + <d_final_state, final_state>, without autograd.
+
+    Args:
+        do: ``[B, T, HV, V]``, cotangent of o, or None for zeros.
+        d_final_state: ``[N, HV, K, V]``, cotangent of final_state, or None for zeros.
+        q, k, v, g, beta: the forward's.
+        saved: of `gdn_forward` with the same inputs; None: everything is computed again.
+        options: the forward's other keywords.
+    Returns:
+        ``BackwardResult``: by name, each gradient in its input's shape and dtype.
+    Raises:
+        InvalidInput: also where saved belongs to a call of other shapes or options.
+        UnsupportedProblem, NotYet: as `chunk_gated_delta_rule`.
+    Source: Yang et al., arXiv:2412.06464; formulas in docs/math.md.
+    """
+    inputs = _explicit(q, k, v, g, beta, "none" if saved is None else saved.save, options)
+    if saved is not None and saved.call != _call(inputs):
+        raise InvalidInput(
+            "saved must come from gdn_forward with the same shapes and options; it was made for "
+            f"{saved.call}, this call is {_call(inputs)}. Pass saved=None to compute it again"
+        )
+    if do is not None:
+        _require("do", do, v.shape, like=q)
+    if d_final_state is not None:
+        shape = _state_shape(inputs)
+        _require("d_final_state", d_final_state, shape, like=q)
+    with torch.no_grad():
+        tensor = q.new_empty([0], dtype=torch.uint8) if saved is None else saved.tensor
+        found = torch.ops.longdelta.backward(do, d_final_state, tensor, *inputs)
+    dq, dk, dv, dg, dbeta, d_initial_state, dA_log, ddt_bias = found
+    return BackwardResult(
+        dq,
+        dk,
+        dv,
+        dg,
+        dbeta,
+        None if inputs.initial_state is None else d_initial_state,
+        None if inputs.A_log is None else dA_log,
+        None if inputs.dt_bias is None else ddt_bias,
+    )
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, save: str, options: dict[str, Any]
+) -> Inputs:
+    """Inputs of an explicit forward or backward."""
+    taken = dict(options)
+    names = {
+        "qk_l2norm": "use_qk_l2norm_in_kernel",
+        "gate": "use_gate_in_kernel",
+        "beta_sigmoid": "use_beta_sigmoid_in_kernel",
+        "neg_eigval": "allow_neg_eigval",
+        "state_v_first": "state_v_first",
+        "output_final_state": "output_final_state",
+    }
+    flags = {name: taken.pop(keyword, False) for name, keyword in names.items()}
+    optional = ("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
+    tensors = [taken.pop(name, None) for name in optional]
+    _check_not_yet(*(taken.pop(name, None) for name in ("cp_context", "recompute", "workspace")),
+                   taken.pop("graph", "off"))
+    taken.pop("chunk_indices", None)
+    inputs = Inputs(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        *tensors,
+        scale=_resolve_scale(taken.pop("scale", None), q),
+        deterministic=_resolve_deterministic(taken.pop("deterministic", True)),
+        save=_resolve_save(save, ()),
+        backend=taken.pop("backend", "auto"),
+        **flags,
+    )
+    _check_extra(taken)
+    _check(inputs)
+    return inputs
+
+
+def _call(inputs: Inputs) -> tuple[object, ...]:
+    """What a saved set depends on besides the values of the tensors."""
+    shapes = (tuple(inputs.q.shape), tuple(inputs.v.shape), inputs.documents)
+    given = (inputs.initial_state is not None, str(inputs.q.dtype), str(inputs.q.device))
+    return (*shapes, *given, *inputs[10:17], *inputs[18:])
+
+
+def _resolve_scale(scale: float | None, q: Tensor) -> float:
+    if scale is None:
+        return float(q.shape[-1] ** -0.5) if q.dim() and q.shape[-1] else 1.0
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise InvalidInput(f"scale must be a number or None; got {type(scale).__name__}")
+    return float(scale)
+
+
+def _resolve_deterministic(deterministic: bool) -> bool:
+    if not isinstance(deterministic, bool):
+        raise InvalidInput(f"deterministic must be True or False; got {deterministic!r}")
+    if not deterministic and torch.are_deterministic_algorithms_enabled():
+        if not torch.compiler.is_compiling():
+            _warn_once(
+                "deterministic=False is overruled by torch.use_deterministic_algorithms(True)"
+            )
+        return True
+    return deterministic
+
+
+def _resolve_save(save: str, tensors: tuple[Tensor | None, ...]) -> str:
+    if save == "auto":
+        wanted = any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+        return "light" if wanted and torch.is_grad_enabled() else "none"
+    if save not in SAVE_MODES:
+        raise InvalidInput(f"save must be one of auto, {', '.join(SAVE_MODES)}; got {save!r}")
+    return save
+
+
+def _warn_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(f"longdelta: {message}", stacklevel=4)
+
+
+def _check_extra(extra: dict[str, Any]) -> None:
+    if extra.get("head_first"):
+        raise InvalidInput("head_first must be False: tensors are [B, T, heads, dim]; transpose them")
+    if extra.get("transpose_state_layout"):
+        raise InvalidInput("transpose_state_layout is named state_v_first here; pass that")
+    for name in extra:
+        if name in _TOLERATED or name in ("head_first", "transpose_state_layout"):
+            continue
+        near = difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=0.8)
+        if near:
+            raise InvalidInput(f"unknown option {name!r}; did you mean {near[0]!r}?")
+        _warn_once(f"keyword {name!r} is not an option of the gated delta rule and is ignored")
+
+
+def _check_not_yet(cp_context: object, recompute: object, workspace: object, graph: object) -> None:
+    if graph not in ("off", "replay"):
+        raise InvalidInput(f"graph must be 'off' or 'replay'; got {graph!r}")
+    given = {"cp_context": cp_context, "recompute": recompute, "workspace": workspace}
+    for name, value in given.items():
+        if value is not None:
+            raise NotYet(f"{name} is not implemented in this version; pass None")
+    if graph == "replay":
+        raise NotYet("graph='replay' is not implemented in this version; pass graph='off'")
+
+
+def _require(name: str, x: object, shape: Any, *, like: Tensor, hint: str = "") -> None:
+    """A float tensor of this shape on q's device."""
+    what = "[" + ", ".join(map(str, shape)) + "]"
+    if not isinstance(x, Tensor):
+        raise InvalidInput(f"{name} must be a tensor {what}; got {type(x).__name__}{hint}")
+    if tuple(x.shape) != tuple(shape):
+        raise InvalidInput(f"{name} must be {what}; got {list(x.shape)}{hint}")
+    if x.dtype not in _DTYPES:
+        raise InvalidInput(
+            f"{name} must be bfloat16, float16, float32 or float64; got {x.dtype}; cast it"
+        )
+    if x.device != like.device:
+        raise InvalidInput(f"{name} must be on q's device {like.device}; got {x.device}; move it")
+
+
+def _state_shape(inputs: Inputs) -> list[int]:
+    HV, V, K = inputs.v.shape[2], inputs.v.shape[3], inputs.k.shape[3]
+    return [inputs.documents, HV, *((V, K) if inputs.state_v_first else (K, V))]
+
+
+def _check(inputs: Inputs) -> None:
+    """Raises unless the shapes, dtypes, devices and options fit together."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            came = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InvalidInput(f"{name} must be a tensor [B, T, heads, dim]; got {came}")
+    B, T, H, K = q.shape
+    HV = v.shape[2]
+    if H < 1 or K < 1 or v.shape[3] < 1:
+        raise InvalidInput(f"q and v must have heads and dims; got {list(q.shape)}, {list(v.shape)}")
+    _require("q", q, q.shape, like=q)
+    _require("k", k, q.shape, like=q, hint="; k has q's shape")
+    _require("v", v, [B, T, *v.shape[2:]], like=q, hint="; B and T are q's")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise InvalidInput(f"{name} must have q's dtype {q.dtype}; got {x.dtype}; cast it")
+    if HV < 1 or HV % H:
+        raise InvalidInput(
+            f"v must have a multiple of q's heads: HV % H == 0; got HV = {HV}, H = {H}"
+        )
+    _require("g", inputs.g, [B, T, HV], like=q, hint="; one gate per value head")
+    _require("beta", inputs.beta, [B, T, HV], like=q, hint="; one beta per value head")
+    _check_flags(inputs)
+    _check_offsets(inputs, B)
+    if inputs.initial_state is not None:
+        hint = f"; one state per document of {inputs.documents}, with state_v_first="
+        hint += str(inputs.state_v_first)
+        _require("initial_state", inputs.initial_state, _state_shape(inputs), like=q, hint=hint)
+
+
+def _check_flags(inputs: Inputs) -> None:
+    q, HV = inputs.q, inputs.v.shape[2]
+    for name in (
+        "qk_l2norm",
+        "gate",
+        "beta_sigmoid",
+        "neg_eigval",
+        "state_v_first",
+        "output_final_state",
+    ):
+        if not isinstance(getattr(inputs, name), bool):
+            raise InvalidInput(f"{name} must be True or False; got {getattr(inputs, name)!r}")
+    if inputs.backend not in BACKENDS:
+        raise InvalidInput(f"backend must be one of {', '.join(BACKENDS)}; got {inputs.backend!r}")
+    if inputs.neg_eigval and not inputs.beta_sigmoid:
+        raise InvalidInput("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True")
+    if inputs.gate:
+        _require("A_log", inputs.A_log, [HV], like=q, hint="; use_gate_in_kernel=True needs it")
+        if inputs.dt_bias is not None:
+            _require("dt_bias", inputs.dt_bias, [HV], like=q)
+    elif inputs.A_log is not None or inputs.dt_bias is not None:
+        raise InvalidInput("A_log and dt_bias need use_gate_in_kernel=True; got False")
+
+
+def _check_offsets(inputs: Inputs, B: int) -> None:
+    """Form only: the content is read, and checked, once per new plan."""
+    device, cpu = inputs.cu_seqlens, inputs.cu_seqlens_cpu
+    for name, x in (("cu_seqlens", device), ("cu_seqlens_cpu", cpu)):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.dim() != 1 or x.shape[0] < 1:
+            came = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InvalidInput(f"{name} must be a tensor [N + 1] of boundaries; got {came}")
+        if x.dtype not in (torch.int32, torch.int64):
+            raise InvalidInput(f"{name} must be int32 or int64; got {x.dtype}")
+        if B != 1:
+            raise InvalidInput(
+                f"{name} needs B == 1 (documents packed along T); got B = {B}; reshape q, k, v, g "
+                "and beta to [1, B * T, ...]"
+            )
+    if device is not None and device.device not in (inputs.q.device, torch.device("cpu")):
+        raise InvalidInput(
+            f"cu_seqlens must be on q's device {inputs.q.device} or the CPU; got {device.device}"
+        )
+    if cpu is not None and cpu.device.type != "cpu":
+        raise InvalidInput(f"cu_seqlens_cpu must be on the CPU; got {cpu.device}")
+    if device is not None and cpu is not None and device.shape != cpu.shape:
+        raise InvalidInput(
+            f"cu_seqlens_cpu must have cu_seqlens's shape {list(device.shape)}; got "
+            f"{list(cpu.shape)}"
+        )

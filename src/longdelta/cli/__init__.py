@@ -1,0 +1,1 @@
+"""The command line: ``longdelta demo``, ``longdelta plan``, ``longdelta doctor``."""

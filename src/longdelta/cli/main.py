@@ -1,0 +1,48 @@
+"""The commands; each imports what it runs when it runs, so that --help is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longdelta.cli.plan import plan_command
+from longdelta.errors import InvalidInput
+
+app = typer.Typer(
+    help="Training kernels for Gated DeltaNet layers over packed documents.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+app.command("plan")(plan_command)
+
+
+@app.command()
+def demo(
+    text: Annotated[
+        Path | None,
+        typer.Option(help="File to learn, read as bytes; default: this project's documentation."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 300,
+    seed: Annotated[int, typer.Option(help="Of the model, the batches and the sample.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<index>.")] = "auto",
+    threads: Annotated[int, typer.Option(min=0, help="Of torch on the CPU; 0: its choice.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Save the loss curve as a PNG.")] = None,
+) -> None:
+    """Train a small byte-level language model, sample from it and check its gradients."""
+    from longdelta.cli.demo import DemoOptions, run_demo
+
+    try:
+        result = run_demo(DemoOptions(text, steps, seed, device, threads, plot))
+    except InvalidInput as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(0 if result.passed else 1)
+
+
+@app.command()
+def doctor() -> None:
+    """Say which versions and devices are here, which backend runs, and why not the others."""
+    from longdelta.cli.doctor import run_doctor
+
+    run_doctor()

@@ -1,0 +1,167 @@
+"""`longdelta plan`: who holds which tokens, which states cross, and how many bytes that takes."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from longdelta.cli.picture import counted, crossing_offsets, draw_plan, needs, size
+from longdelta.errors import InvalidInput
+from longdelta.plan.chains import relay_rounds
+from longdelta.plan.cost import Bytes, rank_walk
+from longdelta.plan.partition import Partition, partition
+
+SHOWN = 24
+"""Crossings, and fragments of a rank, that are printed before the rest is counted."""
+
+
+def plan_command(
+    lengths: Annotated[str, typer.Option(help="Tokens of each document: 2049,3001,3142.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Devices that share the batch.")] = 2,
+    layout: Annotated[
+        str, typer.Option(help="contiguous, zigzag, zigzag_per_document or balanced.")
+    ] = "contiguous",
+    align: Annotated[
+        str, typer.Option(help="token: cut anywhere. segment: the bits of one device.")
+    ] = "token",
+    heads: Annotated[
+        str, typer.Option(help="q/k heads and value heads, of 128 columns.")
+    ] = "16,48",
+    draw: Annotated[Path | None, typer.Option(help="Save a picture of the plan as a PNG.")] = None,
+) -> None:
+    """Print who holds which tokens, which states cross between ranks, and the bytes."""
+    try:
+        tokens = _integers("lengths", lengths)
+        given_heads = _integers("heads", heads)
+        if len(given_heads) != 2:
+            raise InvalidInput(f"heads must be two integers like 16,48, got {heads!r}")
+        H, HV = given_heads
+        cu_seqlens = [0, *accumulate(tokens)]
+        plan = partition(cu_seqlens, ranks, layout, align=align, num_v_heads=HV)
+        print_plan(plan, H, HV)
+        if draw is not None:
+            draw_plan(plan, H, HV, draw)
+    except InvalidInput as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def print_plan(plan: Partition, H: int, HV: int, console: Console | None = None) -> None:
+    """Print the tables of a partition for layers of H q/k heads and HV value heads."""
+    console = console or Console()
+    console.print(_held_table(plan, HV))
+    if plan.ranks > 1:
+        console.print(_crossing_table(plan))
+    console.print(_bytes_table(plan, H, HV))
+    console.print(_verdict(plan, HV))
+
+
+def _integers(name: str, text: str) -> list[int]:
+    parts = text.replace(" ", "").split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise InvalidInput(f"{name} must be integers with commas between, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _held_table(plan: Partition, HV: int) -> Table:
+    table = Table(
+        title=f"{plan.layout}, align={plan.align}: {plan.documents} documents, "
+        f"{plan.cu_seqlens[-1]:,} tokens on {plan.ranks} ranks",
+        title_justify="left",
+    )
+    for name in ("rank", "tokens", "chunks", "segments"):
+        table.add_column(name, justify="right")
+    table.add_column("holds document[from:to)")
+    for rank, pieces in enumerate(plan.fragments):
+        held = [
+            f"{piece.document}\\[{piece.offset}:{piece.stop})"
+            if piece.length < plan.document_tokens(piece.document)
+            else f"{piece.document}"
+            for piece in pieces
+        ]
+        more = f" and {len(held) - SHOWN} more" if len(held) > SHOWN else ""
+        tables = rank_walk(plan, rank, HV)
+        table.add_row(
+            str(rank),
+            f"{plan.tokens(rank):,}",
+            f"{tables.chunks:,}",
+            f"{len(tables.segments):,}",
+            ", ".join(held[:SHOWN]) + more or "-",
+        )
+    return table
+
+
+def _crossing_table(plan: Partition) -> Table:
+    forward, backward = relay_rounds(plan), relay_rounds(plan, backward=True)
+    table = Table(
+        title=f"{counted(sum(map(len, forward)), 'crossing')}, "
+        f"{counted(len(forward), 'relay round')} each way",
+        title_justify="left",
+    )
+    for name in ("document", "after token", "from rank", "to rank", "round", "round back"):
+        table.add_column(name, justify="right")
+    round_back = {
+        (hop.document, hop.position): step for step, hops in enumerate(backward) for hop in hops
+    }
+    rounds = [(step, hop) for step, hops in enumerate(forward) for hop in hops]
+    offsets = crossing_offsets(plan)
+    for step, hop in rounds[:SHOWN]:
+        key = (hop.document, hop.position)
+        table.add_row(
+            str(hop.document),
+            f"{offsets[key]:,}",
+            str(hop.source),
+            str(hop.target),
+            str(step),
+            str(round_back[key]),
+        )
+    if len(rounds) > SHOWN:
+        table.caption = f"and {len(rounds) - SHOWN} more"
+    return table
+
+
+def _bytes_table(plan: Partition, H: int, HV: int) -> Table:
+    table = Table(
+        title=f"bytes of one layer, (H, HV) = ({H}, {HV}), bfloat16, save=light",
+        title_justify="left",
+    )
+    for name in ("rank", "saved", "workspace\nforward", "workspace\nbackward"):
+        table.add_column(name, justify="right")
+    for name in ("relay\nout, in", "summaries\nout, in", "conv halo\nout, in"):
+        table.add_column(name, justify="right")
+    for rank in range(plan.ranks):
+        relay, fast = needs(plan, H, HV, rank, True), needs(plan, H, HV, rank, False)
+        table.add_row(
+            str(rank),
+            size(relay.saved),
+            size(relay.workspace_forward),
+            size(relay.workspace_backward),
+            _out_in(relay, "relay"),
+            "as relay" if relay == fast and relay.collectives else _out_in(fast, "summaries"),
+            _out_in(relay, "halo"),
+        )
+    table.caption = "out, in: sent and received by a forward; relay: deterministic, summaries: not"
+    return table
+
+
+def _out_in(needed: Bytes, name: str) -> str:
+    found = [
+        each for each in needed.collectives if (each.name, each.direction) == (name, "forward")
+    ]
+    if not found:
+        return "-"
+    out, into = sum(each.sent for each in found), sum(each.received for each in found)
+    return f"{size(out)}\n{size(into)}"
+
+
+def _verdict(plan: Partition, HV: int) -> str:
+    if plan.keeps_contract(HV):
+        return "Every cut is on a segment border: the bits are those of one device."
+    return (
+        "A cut is off the segment borders: the bits repeat on this partition, but differ from one "
+        "device's. Use --align segment to keep them."
+    )

@@ -1,0 +1,13 @@
+"""What longdelta raises. Every message says which argument, what it must be, what came, and what to do."""
+
+
+class InvalidInput(ValueError):
+    """An argument is wrong: its shape, dtype, device, offsets or option."""
+
+
+class UnsupportedProblem(RuntimeError):
+    """No backend takes this problem, or the one asked for does not; the message lists each reason."""
+
+
+class NotYet(NotImplementedError):
+    """An argument is part of the interface, but this version does not implement it."""

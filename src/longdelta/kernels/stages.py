@@ -1,0 +1,248 @@
+"""The stage ABI: what each stage takes, what it writes, and the tables that say where.
+
+Every backend is a module with the functions of `Backend`. Stages trust their input (api.py has
+validated it), write every element of the tensors named after the `*` and return nothing; ops/
+allocates. q, k: [T, H, K], v, o, do: [T, HV, V], g, beta: [T, HV]; states: [rows, HV, K, V] in the
+compute dtype; the tensors between stages are described in plan/tensors.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longdelta.plan.chunks import CHUNK, Segment, Walk
+
+
+Chains = tuple[tuple[int, ...], ...]
+"""Runs of segment indices, each entering where the one before it left."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Positions in a list of tasks, and the row that each of them reads or writes elsewhere."""
+
+    positions: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[int], device: torch.device) -> Pairs:
+        held = [(position, row) for position, row in enumerate(rows) if row >= 0]
+        both = torch.tensor(held, dtype=torch.int64).reshape(-1, 2).to(device)
+        return cls(both[:, 0].contiguous(), both[:, 1].contiguous())
+
+
+@dataclass(frozen=True, eq=False)
+class Tasks:
+    """Segments walked side by side, longest first, so that the active ones are always a prefix."""
+
+    chunks: tuple[int, ...]
+    first: Tensor
+    last: Tensor
+    start: Pairs
+    end: Pairs
+    enter: Pairs
+    leave: Pairs
+    map: Pairs
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], device: torch.device) -> Tasks:
+        segments = sorted(segments, key=lambda segment: -segment.chunks)
+        first = torch.tensor([s.first_chunk for s in segments], dtype=torch.int64)
+        chunks = torch.tensor([s.chunks for s in segments], dtype=torch.int64)
+        return cls(
+            chunks=tuple(s.chunks for s in segments),
+            first=first.to(device),
+            last=(first + chunks - 1).to(device),
+            start=Pairs.of([s.start for s in segments], device),
+            end=Pairs.of([s.end for s in segments], device),
+            enter=Pairs.of([s.enter for s in segments], device),
+            leave=Pairs.of([s.leave for s in segments], device),
+            map=Pairs.of([s.map for s in segments], device),
+        )
+
+    def active(self, step: int) -> int:
+        """How many tasks have a chunk left at this step."""
+        return sum(chunks > step for chunks in self.chunks)
+
+
+class Tables:
+    """A `Walk` on a device: built once per plan and device, shared by every layer and direction."""
+
+    def __init__(self, walk: Walk, device: torch.device) -> None:
+        self.walk = walk
+        self.device = device
+        self._blocks: dict[tuple[str, int], tuple[Tasks, ...]] = {}
+        self._folds: dict[Chains, tuple[Tensor, ...]] = {}
+
+    @cached_property
+    def _chunk(self) -> tuple[Tensor, Tensor]:
+        both = torch.tensor([self.walk.chunk_row, self.walk.chunk_length], dtype=torch.int64)
+        row, length = both.reshape(2, -1, 1).to(self.device)
+        position = torch.arange(CHUNK, device=self.device)
+        return torch.where(position < length, row + position, 0), position < length
+
+    @property
+    def chunk_rows(self) -> Tensor:
+        """[chunks, C] row of each token of a chunk; 0 where it has none."""
+        return self._chunk[0]
+
+    @property
+    def chunk_mask(self) -> Tensor:
+        """[chunks, C] whether the chunk has this token."""
+        return self._chunk[1]
+
+    @cached_property
+    def row_slot(self) -> Tensor:
+        """[used rows] place of each row among the chunks x C slots."""
+        slots = [
+            torch.arange(length) + chunk * CHUNK
+            for chunk, length in enumerate(self.walk.chunk_length)
+        ]
+        return (torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)).to(self.device)
+
+    def blocks(self, stage: str, size: int) -> tuple[Tasks, ...]:
+        """The segments that a stage walks, in blocks of at most `size`, longest first."""
+        if (stage, size) not in self._blocks:
+            held = [s for s in self.walk.segments if _WALKED[stage](s)]
+            held.sort(key=lambda segment: -segment.chunks)
+            self._blocks[stage, size] = tuple(
+                Tasks.of(held[i : i + size], self.device) for i in range(0, len(held), size)
+            )
+        return self._blocks[stage, size]
+
+    def fold_steps(self, chains: Chains) -> tuple[Tensor, ...]:
+        """Of each step of a fold, in document order: rows (map, enter, leave) of [3, chains]."""
+        if chains not in self._folds:
+            steps = []
+            for step in range(max(map(len, chains), default=0)):
+                held = [self.walk.segments[chain[step]] for chain in chains if len(chain) > step]
+                rows = torch.tensor([(s.map, s.enter, s.leave) for s in held]).T
+                steps.append(rows.contiguous().to(self.device))
+            self._folds[chains] = tuple(steps)
+        return self._folds[chains]
+
+
+_WALKED: dict[str, Callable[[Segment], bool]] = {
+    "summarize": lambda segment: segment.leave >= 0,
+    "adjoint_summarize": lambda segment: segment.enter >= 0,
+    "scan": lambda segment: True,
+}
+"""Which segments a stage walks."""
+
+
+class Backend(Protocol):
+    """The seven stages. Formulas: docs/math.md; tensors between stages: plan/tensors.py."""
+
+    def prepare(
+        self, k: Tensor, g: Tensor, beta: Tensor, tables: Tables, *, G: Tensor, Z: Tensor
+    ) -> None:
+        """G = cumsum(g) in the chunk; Z with (I + D tril(K K^T, -1))^-1 = I + D Z."""
+
+    def summarize(
+        self,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        G: Tensor,
+        Z: Tensor,
+        initial_state: Tensor | None,
+        tables: Tables,
+        *,
+        S_border: Tensor,
+        M: Tensor,
+    ) -> None:
+        """S_ext of every segment that leaves through a border, and M where it entered by one."""
+
+    def fold(
+        self, M: Tensor, tables: Tables, chains: Chains, *, S: Tensor
+    ) -> None:
+        """S[leave] += M S[enter], segment after segment of each chain."""
+
+    def adjoint_fold(
+        self, M: Tensor, tables: Tables, chains: Chains, *, dS: Tensor
+    ) -> None:
+        """dS[enter] += M^T dS[leave], the chains from end to start."""
+
+    def scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        G: Tensor,
+        Z: Tensor,
+        S_border: Tensor,
+        initial_state: Tensor | None,
+        scale: float,
+        tables: Tables,
+        *,
+        o: Tensor | None,
+        final_state: Tensor | None,
+        S: Tensor | None,
+        Uh: Tensor | None,
+    ) -> None:
+        """Output and states; the tapes S and Uh where they are wanted, o where it is."""
+
+    def adjoint_summarize(
+        self,
+        q: Tensor,
+        k: Tensor,
+        beta: Tensor,
+        do: Tensor,
+        G: Tensor,
+        Z: Tensor,
+        d_final_state: Tensor | None,
+        scale: float,
+        tables: Tables,
+        *,
+        dS_border: Tensor,
+    ) -> None:
+        """dS_ext of every segment that entered through a border."""
+
+    def adjoint_scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        beta: Tensor,
+        do: Tensor,
+        G: Tensor,
+        Z: Tensor,
+        dS_border: Tensor,
+        d_final_state: Tensor | None,
+        scale: float,
+        tables: Tables,
+        *,
+        dS: Tensor,
+        dR: Tensor,
+        d_initial_state: Tensor | None,
+    ) -> None:
+        """The tapes dS and dR, and the cotangents of the initial states."""
+
+    def gradients(
+        self,
+        q: Tensor,
+        k: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        do: Tensor,
+        G: Tensor,
+        S: Tensor,
+        Uh: Tensor,
+        dS: Tensor,
+        dR: Tensor,
+        scale: float,
+        tables: Tables,
+        *,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        dg: Tensor,
+        dbeta: Tensor,
+    ) -> None:
+        """Gradients of every token from the tapes, chunk by chunk."""

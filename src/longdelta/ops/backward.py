@@ -1,0 +1,146 @@
+"""The backward: the forward's stages that were not saved, then adjoint_summarize and its fold where
+documents are split, adjoint_scan, gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longdelta.ops.activate import Activated, adjoint_beta, adjoint_gate, adjoint_norm
+from longdelta.ops.forward import Machine, Operands, enter_borders, pass_empty_documents
+from longdelta.plan.tensors import BACKWARD, KEPT
+
+
+@dataclass(frozen=True)
+class Cotangents:
+    """Of the outputs; None stands for zeros, with the same bits."""
+
+    do: Tensor | None
+    d_final_state: Tensor | None
+
+
+@dataclass
+class Gradients:
+    """Of the inputs as they came, in the compute dtype or the input's own."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dbeta: Tensor
+    d_initial_state: Tensor | None
+    dA_log: Tensor | None = None
+    ddt_bias: Tensor | None = None
+
+
+def _tapes(
+    x: Activated, operands: Operands, machine: Machine, save: str, held: dict[str, Tensor]
+) -> None:
+    """Whatever the forward did not keep, from the same stages and so with the same bits."""
+    kept = KEPT[save]
+    if "Z" not in kept:
+        machine.backend.prepare(x.k, x.g, x.beta, machine.tables, G=held["G"], Z=held["Z"])
+    if "S_border" not in kept:
+        enter_borders(x, operands, machine, held)
+    if "S" not in kept:
+        machine.backend.scan(
+            x.q,
+            x.k,
+            operands.v,
+            x.beta,
+            held["G"],
+            held["Z"],
+            held["S_border"],
+            operands.initial_state,
+            operands.scale,
+            machine.tables,
+            o=None,
+            final_state=None,
+            S=held["S"],
+            Uh=held["Uh"],
+        )
+
+
+def _adjoint_walks(
+    x: Activated,
+    operands: Operands,
+    do: Tensor,
+    d_final_state: Tensor | None,
+    machine: Machine,
+    held: dict[str, Tensor],
+    d_initial_state: Tensor | None,
+) -> None:
+    tables, backend = machine.tables, machine.backend
+    common = (x.q, x.k, x.beta, do, held["G"], held["Z"])
+    if tables.walk.borders:
+        backend.adjoint_summarize(
+            *common, d_final_state, operands.scale, tables, dS_border=held["dS_border"]
+        )
+        machine.boundary.leave(backend, held["M"], tables, dS_border=held["dS_border"])
+    backend.adjoint_scan(
+        *common,
+        held["dS_border"],
+        d_final_state,
+        operands.scale,
+        tables,
+        dS=held["dS"],
+        dR=held["dR"],
+        d_initial_state=d_initial_state,
+    )
+    pass_empty_documents(tables.walk.empty, d_final_state, d_initial_state, adjoint=True)
+
+
+def backward(
+    operands: Operands, cotangents: Cotangents, machine: Machine, *, save: str, saved: Tensor
+) -> Gradients:
+    tables = machine.tables
+    sizes = operands.sizes(tables, machine.name)
+    dtype, device = sizes.compute_dtype, operands.q.device
+    x = operands.activated(dtype)
+    held = sizes.views(KEPT[save], saved)
+    held |= sizes.new(tuple(name for name in BACKWARD if name not in held), device)
+    _tapes(x, operands, machine, save, held)
+    do = torch.zeros_like(operands.v) if cotangents.do is None else cotangents.do
+    initial = operands.initial_state
+    d_initial_state = None if initial is None else torch.empty(initial.shape, dtype=dtype, device=device)
+    _adjoint_walks(x, operands, do, cotangents.d_final_state, machine, held, d_initial_state)
+    raw = operands.activation
+    found = Gradients(
+        dq=torch.empty(x.q.shape, dtype=x.q.dtype, device=device),
+        dk=torch.empty(x.k.shape, dtype=x.k.dtype, device=device),
+        dv=torch.empty(operands.v.shape, dtype=operands.v.dtype, device=device),
+        dg=torch.empty(x.g.shape, dtype=dtype, device=device),
+        dbeta=torch.empty(x.beta.shape, dtype=dtype, device=device),
+        d_initial_state=d_initial_state,
+    )
+    machine.backend.gradients(
+        x.q,
+        x.k,
+        x.g,
+        x.beta,
+        do,
+        held["G"],
+        held["S"],
+        held["Uh"],
+        held["dS"],
+        held["dR"],
+        operands.scale,
+        tables,
+        dq=found.dq,
+        dk=found.dk,
+        dv=found.dv,
+        dg=found.dg,
+        dbeta=found.dbeta,
+    )
+    if raw.qk_l2norm:
+        found.dq, found.dk = adjoint_norm(operands.q, operands.k, found.dq, found.dk)
+    if raw.beta_sigmoid:
+        found.dbeta = adjoint_beta(operands.beta, found.dbeta, raw.neg_eigval)
+    if raw.gate:
+        assert operands.A_log is not None
+        found.dg, found.dA_log, found.ddt_bias = adjoint_gate(
+            operands.g, operands.A_log, operands.dt_bias, found.dg
+        )
+    return found

@@ -1,0 +1,211 @@
+"""The two operators that torch sees, `longdelta::forward` and `longdelta::backward`: all stages and
+every exchange lie inside one of them.
+
+The plan enters as the offsets tensor itself: its content never specialises a compiled graph, and
+plans.py turns it into tables at run time. The saved set is one flat tensor of bytes whose size
+follows from (T, N, HV) alone (plan/tensors.py, Note [Capacity]).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdelta.ops import backward as _backward
+from longdelta.ops import forward as _forward
+from longdelta.ops.activate import Activation
+from longdelta.ops.boundary import Segments
+from longdelta.ops.forward import Machine, Operands
+from longdelta.ops.plans import tables_of
+from longdelta.ops.saved import compute_dtype, dtype_name
+from longdelta.ops.select import selected, stages
+from longdelta.plan.tensors import saved_bytes
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float scale, "
+    "bool qk_l2norm, bool gate, bool beta_sigmoid, bool neg_eigval, bool state_v_first, "
+    "bool deterministic, bool output_final_state, str save, str backend"
+)
+_TENSORS = 10
+_library = torch.library.Library("longdelta", "DEF")
+_library.define(f"forward({_INPUTS}) -> (Tensor o, Tensor final_state, Tensor saved)")
+_library.define(
+    f"backward(Tensor? do, Tensor? d_final_state, Tensor saved, {_INPUTS}) -> (Tensor dq, "
+    "Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor d_initial_state, Tensor dA_log, "
+    "Tensor ddt_bias)"
+)
+
+
+class Inputs(NamedTuple):
+    """The operators' common arguments, in the schema's order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    cu_seqlens_cpu: Tensor | None
+    scale: float
+    qk_l2norm: bool
+    gate: bool
+    beta_sigmoid: bool
+    neg_eigval: bool
+    state_v_first: bool
+    deterministic: bool
+    output_final_state: bool
+    save: str
+    backend: str
+
+    @property
+    def documents(self) -> int:
+        offsets = self.cu_seqlens_cpu if self.cu_seqlens is None else self.cu_seqlens
+        return self.q.shape[0] if offsets is None else offsets.shape[0] - 1
+
+    def new_outputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """o, final_state and saved, unwritten; final_state is empty where nobody asked for it."""
+        B, T, HV, V = self.v.shape
+        K = self.k.shape[3]
+        dtype = compute_dtype(self.q.dtype)
+        shape = [self.documents, HV, V, K] if self.state_v_first else [self.documents, HV, K, V]
+        name = selected(self.q.device, self.q.dtype, K, V, self.backend)
+        size = saved_bytes(
+            self.save,
+            T=B * T,
+            N=self.documents,
+            HV=HV,
+            K=K,
+            V=V,
+            dtype=dtype_name(self.q.dtype),
+            backend=name,
+        )
+        o = self.v.new_empty(self.v.shape)
+        state = self.q.new_empty(shape if self.output_final_state else [0], dtype=dtype)
+        return o, state, self.q.new_empty([size], dtype=torch.uint8)
+
+    def new_gradients(self) -> list[Tensor]:
+        """Unwritten gradients, in the schema's order; empty for inputs that were not given."""
+        given = (self.q, self.k, self.v, self.g, self.beta)
+        optional = (self.initial_state, self.A_log, self.dt_bias)
+        found = [x.new_empty(x.shape) for x in given]
+        found += [
+            self.q.new_empty([0]) if x is None else x.new_empty(x.shape) for x in optional
+        ]
+        return found
+
+    def k_first(self, state: Tensor | None) -> Tensor | None:
+        """A state as [., HV, K, V]."""
+        return state.transpose(-1, -2) if state is not None and self.state_v_first else state
+
+    def operands(self) -> Operands:
+        return Operands(
+            *(x.flatten(0, 1) for x in (self.q, self.k, self.v, self.g, self.beta)),
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            initial_state=self.k_first(self.initial_state),
+            activation=Activation(self.qk_l2norm, self.gate, self.beta_sigmoid, self.neg_eigval),
+            scale=self.scale,
+        )
+
+    def machine(self) -> Machine:
+        B, T, HV, V = self.v.shape
+        tables = tables_of(
+            self.cu_seqlens,
+            self.cu_seqlens_cpu,
+            B=B,
+            T=T,
+            HV=HV,
+            deterministic=self.deterministic,
+            device=self.q.device,
+        )
+        name = selected(self.q.device, self.q.dtype, self.k.shape[3], V, self.backend)
+        return Machine(name, stages(name), tables, Segments())
+
+
+def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = Inputs(*arguments)
+    machine = inputs.machine()
+    o, final_state, saved = inputs.new_outputs()
+    state = inputs.k_first(final_state) if inputs.output_final_state else None
+    _forward.forward(
+        inputs.operands(),
+        machine,
+        save=inputs.save,
+        saved=saved,
+        o=o.flatten(0, 1),
+        final_state=state,
+    )
+    return o, final_state, saved
+
+
+def _backward_impl(
+    do: Tensor | None, d_final_state: Tensor | None, saved: Tensor, *arguments: Any
+) -> list[Tensor]:
+    inputs = Inputs(*arguments)
+    cotangents = _backward.Cotangents(
+        do=None if do is None else do.flatten(0, 1), d_final_state=inputs.k_first(d_final_state)
+    )
+    found = _backward.backward(
+        inputs.operands(), cotangents, inputs.machine(), save=inputs.save, saved=saved
+    )
+    d_initial_state = inputs.k_first(found.d_initial_state)
+    values = [found.dq, found.dk, found.dv, found.dg, found.dbeta, d_initial_state]
+    results = inputs.new_gradients()
+    for result, value in zip(results, [*values, found.dA_log, found.ddt_bias], strict=True):
+        if value is not None and result.shape != (0,):
+            result.copy_(value.reshape(result.shape))
+        elif result.numel():
+            result.zero_()
+    return results
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return Inputs(*arguments).new_outputs()
+
+
+def _backward_fake(
+    do: Tensor | None, d_final_state: Tensor | None, saved: Tensor, *arguments: Any
+) -> list[Tensor]:
+    return Inputs(*arguments).new_gradients()
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[2], *inputs[:_TENSORS])
+    ctx.options = inputs[_TENSORS:]
+
+
+def _differentiate(ctx: Any, do: Tensor, d_final_state: Tensor, _: Any) -> tuple[Any, ...]:
+    saved, *tensors = ctx.saved_tensors
+    inputs = Inputs(*tensors, *ctx.options)
+    dq, dk, dv, dg, dbeta, d_initial_state, dA_log, ddt_bias = torch.ops.longdelta.backward(
+        do, d_final_state if inputs.output_final_state else None, saved, *inputs
+    )
+    found = (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state, None, None)
+    needed = ctx.needs_input_grad[:_TENSORS]
+    gradients = [x if need else None for x, need in zip(found, needed, strict=True)]
+    return (*gradients, *(None for _ in ctx.options))
+
+
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise RuntimeError(
+        "longdelta: the backward is differentiable once; a second backward through it is not "
+        "implemented. Do not pass create_graph=True through chunk_gated_delta_rule."
+    )
+
+
+_library.impl("forward", _forward_impl, "CompositeExplicitAutograd")
+_library.impl("backward", _backward_impl, "CompositeExplicitAutograd")
+torch.library.register_fake("longdelta::forward", _forward_fake, lib=_library)
+torch.library.register_fake("longdelta::backward", _backward_fake, lib=_library)
+torch.library.register_autograd(
+    "longdelta::forward", _differentiate, setup_context=_save, lib=_library
+)
+torch.library.register_autograd(
+    "longdelta::backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_library
+)

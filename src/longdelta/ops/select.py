@@ -1,0 +1,102 @@
+"""Which backend runs a problem here, and why the others do not."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import cast
+
+import torch
+
+from longdelta.errors import InvalidInput, UnsupportedProblem
+from longdelta.kernels import eager
+from longdelta.kernels.stages import Backend
+
+BACKENDS = ("auto", "gluon", "eager")
+
+
+@dataclass(frozen=True)
+class Support:
+    """The backend that runs a problem here, and the reason why each other one does not."""
+
+    backend: str
+    reasons: dict[str, str]
+
+
+def _gluon_reason(device: torch.device, dtype: torch.dtype, K: int, V: int) -> str:
+    if device.type != "cuda":
+        return f"needs an NVIDIA Hopper GPU (sm_90a); the tensors are on {device.type}"
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        return "needs Triton 3.6 or newer, which is not installed"
+    if tuple(map(int, triton.split(".")[:2])) < (3, 6):
+        return f"needs Triton 3.6 or newer; found {triton}"
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"needs a Hopper GPU (sm_90a); found {torch.cuda.get_device_name(device)}"
+    if dtype != torch.bfloat16:
+        return f"takes bfloat16; q, k and v are {dtype}"
+    if (K, V) != (128, 128):
+        return f"takes K = V = 128; found K = {K}, V = {V}"
+    return "its kernels are not part of this version"
+
+
+def support(
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    head_k_dim: int = 128,
+    head_v_dim: int = 128,
+    backend: str = "auto",
+) -> Support:
+    """Which backend `chunk_gated_delta_rule` would run, and why not each of the others.
+
+    Args:
+        device: of q, k and v; default: the current GPU where there is one, else the CPU.
+        dtype: of q, k and v.
+        head_k_dim, head_v_dim: K and V.
+        backend: "auto", or the one that is asked for.
+    Returns:
+        ``Support(backend, reasons)``; `reasons` maps each backend that does not run to a sentence.
+    Raises:
+        InvalidInput: no backend has this name.
+        UnsupportedProblem: the backend asked for does not take the problem.
+    Source: this project; the shapes and dtypes are those of ``chunk_gated_delta_rule``.
+    """
+    if backend not in BACKENDS:
+        raise InvalidInput(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    reasons = {"gluon": _gluon_reason(place, dtype, head_k_dim, head_v_dim)}
+    if backend in reasons:
+        raise UnsupportedProblem(
+            f"backend={backend!r} cannot run this: {backend} {reasons[backend]}. "
+            "Use backend='auto' or 'eager'."
+        )
+    if backend == "eager":
+        reasons = {"gluon": "was not asked for"}
+    return Support("eager", reasons)
+
+
+@lru_cache(maxsize=256)
+def _selected(device: torch.device, dtype: torch.dtype, K: int, V: int, backend: str) -> str:
+    found = support(device=device, dtype=dtype, head_k_dim=K, head_v_dim=V, backend=backend)
+    if backend == "auto" and device.type == "cuda":
+        _say_once(found.backend, found.reasons["gluon"])
+    return found.backend
+
+
+@lru_cache(maxsize=64)
+def _say_once(backend: str, reason: str) -> None:
+    warnings.warn(f"longdelta runs its {backend} backend: gluon {reason}", stacklevel=2)
+
+
+def selected(device: torch.device, dtype: torch.dtype, K: int, V: int, backend: str) -> str:
+    """Name of the backend that runs; says once where a GPU does not get its fast one."""
+    return _selected(device, dtype, K, V, backend)
+
+
+def stages(name: str) -> Backend:
+    """The stages of a backend."""
+    return cast(Backend, {"eager": eager}[name])

@@ -1,0 +1,237 @@
+"""Documents into chunks, segments and borders: the tables one rank walks.
+
+Note [Grid]: chunks of 64 tokens and segments lie on a grid that starts at each document's first
+token, so that they depend on the document alone, not on what it is packed with or where it is cut.
+
+Note [Borders]: a border is where two neighbouring segments of a document meet. One state S crosses
+it forward and one cotangent dS backward. `summarize` writes a segment's S_ext into the row of the
+border it leaves through, and `fold` turns that row into S in place: S[leave] += M S[enter].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+CHUNK = 64
+"""Tokens of a chunk. Part of the numeric contract, as are the segment lengths below."""
+
+_NO_SPLIT = 1 << 40
+SHORTEST_SEGMENT = {True: 128, False: 8}
+"""Chunks of the shortest segment that a split document can have, by `HV >= 32`."""
+
+FAST_TASKS = 132
+"""Walks (document x value head) that fill a device: the fast mode splits only below it (one task
+per SM of an H200)."""
+
+
+@dataclass(frozen=True, order=True)
+class Fragment:
+    """Tokens `[offset, offset + length)` of one document."""
+
+    document: int
+    offset: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of chunks that one task walks. -1 stands for "none"; see Note [Borders]."""
+
+    document: int
+    first_chunk: int
+    chunks: int
+    enter: int
+    """Border whose state it starts from; -1: the document starts here, from row `start`."""
+    leave: int
+    """Border it leaves through; -1: the document ends here, into row `end`."""
+    start: int
+    end: int
+    map: int
+    """Row of its transition M; only segments with both borders have one."""
+
+
+def segment_chunks(document_tokens: int, HV: int | None) -> int:
+    """Chunks per segment of a document, by its length and HV alone (`HV=None`: borders for any HV).
+
+    >>> segment_chunks(64 * 8, HV=6), segment_chunks(64 * 300, HV=6), segment_chunks(64 * 2000, HV=6)
+    (8, 16, 32)
+    >>> segment_chunks(64 * 300, HV=32)
+    128
+    >>> segment_chunks(64 * 256, HV=48) >= 256        # one segment: never split
+    True
+    """
+    chunks = -(-document_tokens // CHUNK)
+    if HV is None or HV >= 32:
+        return _NO_SPLIT if chunks <= 256 else 128
+    if chunks <= 256:
+        return 8
+    return 16 if chunks <= 1024 else 32
+
+
+def segment_borders(document_tokens: int, HV: int | None) -> range:
+    """Token offsets inside a document where its segments meet.
+
+    >>> list(segment_borders(64 * 20 + 1, HV=6))
+    [512, 1024]
+    >>> list(segment_borders(512, HV=6)), list(segment_borders(0, HV=6))
+    ([], [])
+    """
+    step = segment_chunks(document_tokens, HV) * CHUNK
+    return range(step, document_tokens, step)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What one rank walks: its chunks, segments and borders, as plain integers.
+
+    rows: rows of the packed tensors. documents: documents (or fragments) held. starts, ends: rows of
+    initial_state and final_state. empty: (start, end) rows of documents without tokens, whose state
+    passes through.
+    """
+
+    rows: int
+    documents: int
+    chunk_row: tuple[int, ...]
+    chunk_length: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    border_at: tuple[tuple[int, int], ...]
+    """(document, token offset) of each border."""
+    starts: int
+    ends: int
+    empty: tuple[tuple[int, int], ...]
+
+    @property
+    def chunks(self) -> int:
+        return len(self.chunk_row)
+
+    @property
+    def borders(self) -> int:
+        return len(self.border_at)
+
+    @cached_property
+    def maps(self) -> int:
+        return sum(segment.map >= 0 for segment in self.segments)
+
+    @cached_property
+    def chains(self) -> tuple[tuple[int, ...], ...]:
+        """Runs of segments with a map, each entering where the one before left: what fold folds."""
+        chains: list[list[int]] = []
+        for index, segment in enumerate(self.segments):
+            if segment.map < 0:
+                continue
+            before = self.segments[chains[-1][-1]] if chains else None
+            if before is not None and before.leave == segment.enter:
+                chains[-1].append(index)
+            else:
+                chains.append([index])
+        return tuple(map(tuple, chains))
+
+    @property
+    def used_rows(self) -> int:
+        """Rows that belong to a document; the rest are zero in every result."""
+        return self.chunk_row[-1] + self.chunk_length[-1] if self.chunk_row else 0
+
+
+def joined(fragments: Sequence[Fragment]) -> list[Fragment]:
+    """Neighbours of one document made one fragment.
+
+    >>> joined([Fragment(0, 0, 5), Fragment(0, 5, 3), Fragment(1, 2, 2)])
+    [Fragment(document=0, offset=0, length=8), Fragment(document=1, offset=2, length=2)]
+    """
+    result: list[Fragment] = []
+    for fragment in fragments:
+        last = result[-1] if result else None
+        if last and (last.document, last.stop) == (fragment.document, fragment.offset):
+            result[-1] = Fragment(last.document, last.offset, last.length + fragment.length)
+        else:
+            result.append(fragment)
+    return result
+
+
+def splits_documents(documents: int, HV: int, deterministic: bool) -> bool:
+    """Whether long documents are cut into segments; the fast mode may leave a full device be."""
+    return deterministic or documents * HV < FAST_TASKS
+
+
+def walk(
+    cu_seqlens: Sequence[int],
+    HV: int,
+    *,
+    fragments: Sequence[Fragment] | None = None,
+    rows: int | None = None,
+    deterministic: bool = True,
+) -> Walk:
+    """The tables of the rank that holds `fragments` (default: every document, whole).
+
+    rows: rows of its packed tensors, where more than its fragments have tokens.
+
+    >>> w = walk([0, 65, 65, 66 + 64 * 16], HV=2)
+    >>> w.chunks, w.borders, w.maps, w.empty
+    (19, 2, 1, ((1, 1),))
+    >>> [(s.document, s.chunks, s.enter, s.leave, s.map) for s in w.segments]
+    [(0, 2, -1, -1, -1), (2, 8, -1, 0, -1), (2, 8, 0, 1, 0), (2, 1, 1, -1, -1)]
+    >>> walk([0, 200], HV=2, fragments=[Fragment(0, 100, 100)]).chunk_length
+    (28, 64, 8)
+    """
+    lengths = [stop - start for start, stop in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+    if fragments is None:
+        fragments = [Fragment(document, 0, length) for document, length in enumerate(lengths)]
+    held = sum(length > 0 for length in lengths)
+    split = splits_documents(held, HV, deterministic)
+    chunk_row: list[int] = []
+    chunk_length: list[int] = []
+    segments: list[Segment] = []
+    borders: dict[tuple[int, int], int] = {}
+    empty: list[tuple[int, int]] = []
+    row = starts = ends = maps = 0
+    for fragment in joined(fragments):
+        document, length = fragment.document, lengths[fragment.document]
+        start = starts if fragment.offset == 0 else -1
+        end = ends if fragment.stop == length else -1
+        starts, ends = starts + (start >= 0), ends + (end >= 0)
+        if not fragment.length:
+            if not length:
+                empty.append((start, end))
+            continue
+        cuts = segment_borders(length, HV) if split else range(0)
+        edges = [fragment.offset, *(c for c in cuts if fragment.offset < c < fragment.stop)]
+        for left, right in zip(edges, [*edges[1:], fragment.stop], strict=True):
+            first_chunk = len(chunk_row)
+            for token in range(left - left % CHUNK, right, CHUNK):
+                first, last = max(token, left), min(token + CHUNK, right)
+                chunk_row.append(row)
+                chunk_length.append(last - first)
+                row += last - first
+            enter = borders.setdefault((document, left), len(borders)) if left else -1
+            leave = borders.setdefault((document, right), len(borders)) if right < length else -1
+            middle = enter >= 0 and leave >= 0
+            segments.append(
+                Segment(
+                    document=document,
+                    first_chunk=first_chunk,
+                    chunks=len(chunk_row) - first_chunk,
+                    enter=enter,
+                    leave=leave,
+                    start=start if enter < 0 else -1,
+                    end=end if leave < 0 else -1,
+                    map=maps if middle else -1,
+                )
+            )
+            maps += middle
+    return Walk(
+        rows=row if rows is None else rows,
+        documents=len(fragments),
+        chunk_row=tuple(chunk_row),
+        chunk_length=tuple(chunk_length),
+        segments=tuple(segments),
+        border_at=tuple(borders),
+        starts=starts,
+        ends=ends,
+        empty=tuple(empty),
+    )

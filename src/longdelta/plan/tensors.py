@@ -1,0 +1,179 @@
+"""What every tensor between the stages measures, and what each save mode keeps.
+
+Note [Capacity]: a compiled graph knows T, N and HV, not where documents start, so the saved set is
+one flat tensor of the bytes that the worst packing of (T, N, HV) needs. `layout` places the tensors
+of the packing at hand inside it, one after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longdelta.plan.chunks import CHUNK, SHORTEST_SEGMENT, Walk
+
+SAVE_MODES = ("none", "light", "full")
+KEPT = {
+    "none": (),
+    "light": ("S_border", "M"),
+    "full": ("S_border", "M", "G", "Z", "S", "Uh"),
+}
+"""Stage tensors that each save mode hands from the forward to the backward."""
+
+FORWARD = ("G", "Z", "S_border", "M")
+BACKWARD = ("G", "Z", "S_border", "M", "S", "Uh", "dS_border", "dS", "dR")
+"""Stage tensors that a forward and a backward need in all."""
+
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many chunks, borders and maps a call has: exactly, or at most."""
+
+    chunks: int
+    borders: int
+    maps: int
+
+    @classmethod
+    def of(cls, walk: Walk) -> Counts:
+        return cls(walk.chunks, walk.borders, walk.maps)
+
+
+def capacity(T: int, N: int, HV: int, fragments: bool = False) -> Counts:
+    """The most that T rows in N documents (or, across ranks, N fragments of documents) can have.
+
+    >>> capacity(T=4096, N=3, HV=6)
+    Counts(chunks=67, borders=8, maps=8)
+    """
+    borders = T // (CHUNK * SHORTEST_SEGMENT[HV >= 32])
+    if fragments:
+        return Counts(T // CHUNK + 2 * N, borders + 3 * N, borders + 3 * N)
+    return Counts(T // CHUNK + N, borders, borders)
+
+
+def shape(name: str, counts: Counts, HV: int, K: int, V: int) -> tuple[int, ...]:
+    """Shape of a stage tensor.
+
+    G: cumulative gate in the chunk. Z: unit inverse without its factors of beta (docs/math.md).
+    S_border, dS_border: state and cotangent at each border. M: transition of each segment between
+    two borders. S, Uh: scan's tapes (state at each chunk's start; U without beta). dS, dR:
+    adjoint_scan's tapes (cotangent at each chunk's end; dW without beta).
+
+    >>> shape("S", Counts(10, 2, 1), HV=6, K=128, V=64)
+    (10, 6, 128, 64)
+    """
+    chunks, borders, maps = counts.chunks, counts.borders, counts.maps
+    return {
+        "G": (chunks, HV, CHUNK),
+        "Z": (chunks, HV, CHUNK, CHUNK),
+        "S_border": (borders, HV, K, V),
+        "M": (maps, HV, K, K),
+        "S": (chunks, HV, K, V),
+        "Uh": (chunks, HV, CHUNK, V),
+        "dS_border": (borders, HV, K, V),
+        "dS": (chunks, HV, K, V),
+        "dR": (chunks, HV, CHUNK, V),
+    }[name]
+
+
+_GLUON_ITEMSIZE = {"G": 4, "Z": 2, "S_border": 4, "M": 4, "dS_border": 4}
+
+
+def itemsize(name: str, dtype: str, backend: str = "eager") -> int:
+    """Bytes of one element of a stage tensor.
+
+    The eager backend computes in float32 (in float64 for float64 inputs); Hopper kernels hold states
+    and gates in float32, the rest in 16 bits.
+
+    >>> itemsize("S", "bfloat16"), itemsize("S", "float64"), itemsize("S", "bfloat16", "gluon")
+    (4, 8, 2)
+    """
+    if backend == "gluon":
+        return _GLUON_ITEMSIZE.get(name, 2)
+    return 8 if dtype == "float64" else 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage tensor lies in a flat buffer of bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+
+def layout(
+    names: tuple[str, ...],
+    counts: Counts,
+    *,
+    HV: int,
+    K: int,
+    V: int,
+    dtype: str = "bfloat16",
+    backend: str = "eager",
+) -> tuple[tuple[Place, ...], int]:
+    """Places of the named tensors one after another, and the bytes in all.
+
+    >>> places, total = layout(("S_border", "M"), Counts(8, 1, 0), HV=2, K=128, V=128)
+    >>> [p.offset for p in places], total
+    ([0, 131072], 131072)
+    """
+    places: list[Place] = []
+    offset = 0
+    for name in names:
+        size = itemsize(name, dtype, backend)
+        measured = shape(name, counts, HV, K, V)
+        for extent in measured:
+            size = size * extent
+        places.append(Place(name, measured, offset, size))
+        offset = offset + -(-size // _ALIGNMENT) * _ALIGNMENT
+    return tuple(places), offset
+
+
+def saved_bytes(
+    save: str,
+    *,
+    T: int,
+    N: int,
+    HV: int,
+    K: int,
+    V: int,
+    dtype: str = "bfloat16",
+    backend: str = "eager",
+    fragments: bool = False,
+) -> int:
+    """Bytes of the flat saved tensor: Note [Capacity].
+
+    >>> saved_bytes("none", T=4096, N=3, HV=6, K=128, V=128)
+    0
+    >>> saved_bytes("light", T=4096, N=3, HV=6, K=128, V=128) == 2 * 8 * 6 * 128 * 128 * 4
+    True
+    """
+    counts = capacity(T, N, HV, fragments)
+    return layout(KEPT[save], counts, HV=HV, K=K, V=V, dtype=dtype, backend=backend)[1]
+
+
+def workspace_bytes(
+    counts: Counts,
+    *,
+    save: str,
+    HV: int,
+    K: int,
+    V: int,
+    dtype: str = "bfloat16",
+    backend: str = "eager",
+) -> tuple[int, int]:
+    """Bytes of the stage tensors that a forward and a backward take besides the saved set.
+
+    >>> forward, backward = workspace_bytes(Counts(8, 0, 0), save="full", HV=2, K=128, V=128)
+    >>> forward, backward == 8 * 2 * (128 * 128 + 64 * 128) * 4
+    (0, True)
+    """
+    kept = KEPT[save]
+
+    def total(names: tuple[str, ...]) -> int:
+        rest = tuple(name for name in names if name not in kept)
+        return layout(rest, counts, HV=HV, K=K, V=V, dtype=dtype, backend=backend)[1]
+
+    return total(FORWARD), total(BACKWARD)

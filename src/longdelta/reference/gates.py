@@ -1,0 +1,48 @@
+"""The decay gate of a layer and the norm of its queries and keys."""
+
+import torch
+from torch import Tensor
+
+
+def gate(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """Log decay of every token and value head, from the layer's projection and two parameters.
+
+        g = -e^{A_log} softplus(a + dt_bias),        softplus(x) = log(1 + e^x)
+
+    Args:
+        a: ``[..., HV]``, the projection of the token.
+        A_log: ``[HV]``, log of the decay rate.
+        dt_bias: ``[HV]``, shift of the step size.
+
+    Returns:
+        ``[..., HV]`` float64, natural log per token, at most 0.
+
+    Source: Yang et al., arXiv:2412.06464.
+
+    >>> gate(torch.zeros(1), torch.zeros(1), torch.zeros(1)).exp()  # e^{-log 2}
+    tensor([0.5000], dtype=torch.float64)
+    """
+    x = a.double() + dt_bias.double()
+    # logaddexp and not torch's softplus, which returns x itself above 20: an error of 1e-10.
+    return -A_log.double().exp() * torch.logaddexp(x, torch.zeros_like(x))
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Divide by the length of the last dimension.
+
+        y = x / sqrt(sum x^2 + eps)
+
+    Args:
+        x: ``[..., K]``.
+        eps: added to the squared length, so that a zero vector stays zero.
+
+    Returns:
+        ``[..., K]`` float64.
+
+    Source: Yang et al., arXiv:2412.06464.
+
+    >>> l2norm(torch.tensor([3.0, 4.0]), eps=0.0)
+    tensor([0.6000, 0.8000], dtype=torch.float64)
+    """
+    x = x.double()
+    return x / (x.square().sum(-1, keepdim=True) + eps).sqrt()

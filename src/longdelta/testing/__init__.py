@@ -1,0 +1,1 @@
+"""What tests, the demo and the benchmark share: tolerances and inputs."""

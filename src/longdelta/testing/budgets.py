@@ -1,0 +1,47 @@
+"""Every tolerance of the project, as a relative L2 error ||out - ref|| / ||ref|| against float64.
+
+FLOAT64 holds for anything computed in float64. The others are for results that come back in the
+dtype of the inputs: the eager backend computes in float32, so that the last rounding dominates
+(half an ulp is 2^-9 relative in bfloat16, 2^-12 in float16; its rms is about half of that), and
+gradients of a float32 call carry the sums of a few hundred rounded terms.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FLOAT64 = 1e-10
+EAGER = {
+    torch.float64: FLOAT64,
+    torch.float32: 2e-5,
+    torch.float16: 5e-4,
+    torch.bfloat16: 3e-3,
+}
+"""Budget of every output and gradient of the eager backend, by the dtype of the result."""
+
+
+def relative_l2(out: torch.Tensor, ref: torch.Tensor, scale: torch.Tensor | None = None) -> float:
+    """||out - ref|| / ||ref|| in float64; `scale`, if given, takes ref's place below the line.
+
+    NaN in `out` never passes: the result is then infinite. Both zero count as equal.
+    """
+    out, ref = out.detach().double().cpu(), ref.detach().double().cpu()
+    if out.shape != ref.shape:
+        raise AssertionError(f"shapes differ: {tuple(out.shape)} and {tuple(ref.shape)}")
+    error = (out - ref).norm().item()
+    size = (ref if scale is None else scale.detach().double().cpu()).norm().item()
+    if error == 0.0:
+        return 0.0
+    return error / size if size > 0 and error == error else float("inf")
+
+
+def assert_within(
+    name: str,
+    out: torch.Tensor,
+    ref: torch.Tensor,
+    budget: float,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """Fails with the name and both figures where the relative L2 error exceeds the budget."""
+    error = relative_l2(out, ref, scale)
+    assert error <= budget, f"{name}: relative L2 error {error:.3e} exceeds its budget {budget:.1e}"

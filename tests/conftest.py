@@ -1,0 +1,37 @@
+"""What every test shares: one thread, a fixed seed, torch's global switches put back afterwards."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Several test processes share the cores: a second thread on a busy core is far slower than none.
+torch.set_num_threads(1)
+
+# The same examples on every run and no deadline: a slow machine is not a failure.
+settings.register_profile("suite", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def torch_globals() -> Iterator[None]:
+    """Seeds torch; a test may then set threads, dtype or determinism as it likes."""
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    strict = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests marked gpu where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device here")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
