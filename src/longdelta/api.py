@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import warnings
 from typing import Any, NamedTuple
 
@@ -16,20 +17,26 @@ from longdelta.plan.tensors import SAVE_MODES
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TOLERATED = frozenset(
-    "chunk_size max_length max_seqlen seq_idx cu_seq_lens_q cu_seq_lens_k max_length_q "
-    "max_length_k position_ids output_attentions use_cache".split()
+    {
+        "chunk_size",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "max_length",
+        "max_length_k",
+        "max_length_q",
+        "max_seqlen",
+        "output_attentions",
+        "position_ids",
+        "seq_idx",
+        "use_cache",
+    }
 )
 """Keywords that model code hands to every attention; they change nothing here."""
-_OPTIONS = (
-    "scale initial_state output_final_state use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel "
-    "allow_neg_eigval state_v_first cu_seqlens cu_seqlens_cpu chunk_indices cp_context "
-    "use_gate_in_kernel A_log dt_bias deterministic save recompute workspace graph backend"
-).split()
 _said: set[str] = set()
 
 
 class ForwardResult(NamedTuple):
-    """o [B, T, HV, V]; final_state [N, HV, K, V] or None; saved: what `gdn_backward` can start from."""
+    """o [B, T, HV, V]; final_state [N, HV, K, V] or None; saved: for `gdn_backward`."""
 
     o: Tensor
     final_state: Tensor | None
@@ -108,9 +115,9 @@ def chunk_gated_delta_rule(
         allow_neg_eigval: with the former: twice the sigmoid.
         state_v_first: states are ``[N, HV, V, K]``.
         cu_seqlens: ``[N + 1]`` int32 or int64, on q's device or the CPU, needs ``B == 1``: document
-            n is rows ``cu_seqlens[n] : cu_seqlens[n + 1]``. Repeats mark empty documents; rows after
-            the last boundary give zero output and zero gradients. A device tensor costs one copy to
-            the host per new content.
+            n is rows ``cu_seqlens[n] : cu_seqlens[n + 1]``. Repeats mark empty documents; rows
+            after the last boundary give zero output and zero gradients. A device tensor costs one
+            copy to the host per new content.
         cu_seqlens_cpu: the same on the CPU: no copy then.
         chunk_indices: accepted for compatibility; not read.
         cp_context: not yet: context parallelism comes with a later version.
@@ -135,26 +142,34 @@ def chunk_gated_delta_rule(
     Source: Yang et al., arXiv:2412.06464; argument names and layout follow
     ``fla.ops.gated_delta_rule``.
     """
-    _check_extra(extra)
-    _check_not_yet(cp_context, recompute, workspace, graph)
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    keep = _resolve_save(save, tensors)
-    inputs = Inputs(
-        *tensors,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        scale=_resolve_scale(scale, q),
-        qk_l2norm=use_qk_l2norm_in_kernel,
-        gate=use_gate_in_kernel,
-        beta_sigmoid=use_beta_sigmoid_in_kernel,
-        neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        deterministic=_resolve_deterministic(deterministic),
+    inputs = _inputs(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
         output_final_state=output_final_state,
-        save=keep,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_indices=chunk_indices,
+        cp_context=cp_context,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        deterministic=deterministic,
+        save=save,
+        recompute=recompute,
+        workspace=workspace,
+        graph=graph,
         backend=backend,
+        **extra,
     )
-    _check(inputs)
     o, final_state, _ = torch.ops.longdelta.forward(*inputs)
     return o, final_state if output_final_state else None
 
@@ -177,7 +192,7 @@ def gdn_forward(
         InvalidInput, UnsupportedProblem, NotYet: as `chunk_gated_delta_rule`.
     Source: Yang et al., arXiv:2412.06464.
     """
-    inputs = _explicit(q, k, v, g, beta, save, options)
+    inputs = _inputs(q, k, v, g, beta, save=save, **options)
     with torch.no_grad():
         o, final_state, saved = torch.ops.longdelta.forward(*inputs)
     state = final_state if inputs.output_final_state else None
@@ -211,7 +226,8 @@ def gdn_backward(
         UnsupportedProblem, NotYet: as `chunk_gated_delta_rule`.
     Source: Yang et al., arXiv:2412.06464; formulas in docs/math.md.
     """
-    inputs = _explicit(q, k, v, g, beta, "none" if saved is None else saved.save, options)
+    keep = "none" if saved is None else saved.save
+    inputs = _inputs(q, k, v, g, beta, save=keep, **options)
     if saved is not None and saved.call != _call(inputs):
         raise InvalidInput(
             "saved must come from gdn_forward with the same shapes and options; it was made for "
@@ -238,41 +254,66 @@ def gdn_backward(
     )
 
 
-def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, save: str, options: dict[str, Any]
+def _inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    deterministic: bool = True,
+    save: str = "auto",
+    recompute: object | None = None,
+    workspace: object | None = None,
+    graph: str = "off",
+    backend: str = "auto",
+    **extra: Any,
 ) -> Inputs:
-    """Inputs of an explicit forward or backward."""
-    taken = dict(options)
-    names = {
-        "qk_l2norm": "use_qk_l2norm_in_kernel",
-        "gate": "use_gate_in_kernel",
-        "beta_sigmoid": "use_beta_sigmoid_in_kernel",
-        "neg_eigval": "allow_neg_eigval",
-        "state_v_first": "state_v_first",
-        "output_final_state": "output_final_state",
-    }
-    flags = {name: taken.pop(keyword, False) for name, keyword in names.items()}
-    optional = ("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
-    tensors = [taken.pop(name, None) for name in optional]
-    _check_not_yet(*(taken.pop(name, None) for name in ("cp_context", "recompute", "workspace")),
-                   taken.pop("graph", "off"))
-    taken.pop("chunk_indices", None)
+    """The operators' arguments, checked. Keywords and defaults: `chunk_gated_delta_rule`."""
+    _check_extra(extra)
+    _check_not_yet(cp_context, recompute, workspace, graph)
+    differentiable = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     inputs = Inputs(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        *tensors,
-        scale=_resolve_scale(taken.pop("scale", None), q),
-        deterministic=_resolve_deterministic(taken.pop("deterministic", True)),
-        save=_resolve_save(save, ()),
-        backend=taken.pop("backend", "auto"),
-        **flags,
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        scale=_resolve_scale(scale, q),
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        gate=use_gate_in_kernel,
+        beta_sigmoid=use_beta_sigmoid_in_kernel,
+        neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        deterministic=_resolve_deterministic(deterministic),
+        output_final_state=output_final_state,
+        save=_resolve_save(save, differentiable),
+        backend=backend,
     )
-    _check_extra(taken)
     _check(inputs)
     return inputs
+
+
+_OPTIONS = frozenset(inspect.signature(_inputs).parameters) - {"extra"}
 
 
 def _call(inputs: Inputs) -> tuple[object, ...]:
@@ -319,7 +360,9 @@ def _warn_once(message: str) -> None:
 
 def _check_extra(extra: dict[str, Any]) -> None:
     if extra.get("head_first"):
-        raise InvalidInput("head_first must be False: tensors are [B, T, heads, dim]; transpose them")
+        raise InvalidInput(
+            "head_first must be False: tensors are [B, T, heads, dim]; transpose them"
+        )
     if extra.get("transpose_state_layout"):
         raise InvalidInput("transpose_state_layout is named state_v_first here; pass that")
     for name in extra:
@@ -372,7 +415,9 @@ def _check(inputs: Inputs) -> None:
     B, T, H, K = q.shape
     HV = v.shape[2]
     if H < 1 or K < 1 or v.shape[3] < 1:
-        raise InvalidInput(f"q and v must have heads and dims; got {list(q.shape)}, {list(v.shape)}")
+        raise InvalidInput(
+            f"q and v must have heads and dims; got {list(q.shape)}, {list(v.shape)}"
+        )
     _require("q", q, q.shape, like=q)
     _require("k", k, q.shape, like=q, hint="; k has q's shape")
     _require("v", v, [B, T, *v.shape[2:]], like=q, hint="; B and T are q's")

@@ -1,4 +1,4 @@
-"""What longdelta raises. Every message says which argument, what it must be, what came, and what to do."""
+"""What longdelta raises: messages name the argument, what it must be, what came, what to do."""
 
 
 class InvalidInput(ValueError):
@@ -6,7 +6,7 @@ class InvalidInput(ValueError):
 
 
 class UnsupportedProblem(RuntimeError):
-    """No backend takes this problem, or the one asked for does not; the message lists each reason."""
+    """No backend takes this problem, or the one asked for does not; lists each reason."""
 
 
 class NotYet(NotImplementedError):

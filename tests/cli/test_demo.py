@@ -70,6 +70,16 @@ def test_demo_repeats_itself_bitwise_for_one_seed_and_not_for_another(
     assert run(replace(short, seed=1))[0].losses != first.losses
 
 
+@pytest.mark.parametrize(("asked", "used"), [(0, 1), (2, 2)])
+def test_demo_computes_on_one_thread_unless_told_otherwise(
+    options: DemoOptions, monkeypatch: pytest.MonkeyPatch, asked: int, used: int
+) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    run(replace(options, steps=1, threads=asked))
+    assert threads == [used]
+
+
 def test_demo_fails_where_the_op_is_out_of_budget(
     options: DemoOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +146,7 @@ def test_batch_packs_pieces_of_the_text_with_their_next_bytes() -> None:
     assert len(seen) > 5
 
 
-def test_sample_starts_with_the_text_and_is_as_long_as_asked() -> None:
+def test_sample_starts_with_a_piece_of_the_text() -> None:
     torch.manual_seed(0)
     data = torch.full((40,), ord("x"))
     line = demo.write_line(demo.ByteModel(), data, random.Random(0))

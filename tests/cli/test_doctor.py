@@ -3,10 +3,12 @@
 import io
 import platform
 
+import pytest
 import torch
 from rich.console import Console
 
 import longdelta
+from longdelta.cli import doctor
 from longdelta.cli.doctor import run_doctor
 
 
@@ -31,9 +33,7 @@ def test_doctor_prints_the_backend_of_support_and_each_reason_against_the_others
         assert backend == support.backend or " ".join(reason.split()) in text
 
 
-def test_doctor_says_that_a_package_is_not_installed(monkeypatch) -> None:
-    from longdelta.cli import doctor
-
+def test_doctor_says_that_a_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(package: str) -> str:
         raise doctor.importlib.metadata.PackageNotFoundError(package)
 

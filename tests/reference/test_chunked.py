@@ -185,10 +185,9 @@ def test_gradients_are_zero_for_a_gate_at_or_below_the_floor(make_batch):
     assert (dg == 0).nonzero()[:, 0].tolist() == [10, 40, 70]
 
 
-@pytest.mark.parametrize("segment_chunks", [None, 1, 2, 3])
 @pytest.mark.parametrize("betas", ["sigmoid", "zero", "to_two"])
 @pytest.mark.parametrize("gates", GATES)
-def test_chunked_form_matches_the_recurrence(make_batch, gates, betas, segment_chunks):
+def test_chunked_form_matches_the_recurrence_however_it_is_split(make_batch, gates, betas):
     batch = make_batch(LENGTHS, gates, betas, tail=3)
     mild = make_batch(LENGTHS, "mild", betas, tail=3)
 
@@ -198,20 +197,17 @@ def test_chunked_form_matches_the_recurrence(make_batch, gates, betas, segment_c
             return True  # nothing written, nothing kept: all that is left is below e^-87
         return gates in (-6.0, -20.0, -120.0) and name in ("dg", "d_initial_state")
 
-    def check(actual, expected, of_mild):
-        for name, out, ref, size in zip(actual._fields, actual, expected, of_mild, strict=True):
-            assert_within(name, out, ref, FLOAT64, size if vanishes(name) else None)
+    def check(chunked_form, definition, arguments):
+        expected = definition(*batch.inputs, **getattr(batch, arguments))
+        of_mild = definition(*mild.inputs, **getattr(mild, arguments))
+        for split in (None, 1, 2, 3):
+            actual = chunked_form(*batch.inputs, **getattr(batch, arguments), segment_chunks=split)
+            for name, out, ref, size in zip(actual._fields, actual, expected, of_mild, strict=True):
+                label = f"{name} in segments of {split}"
+                assert_within(label, out, ref, FLOAT64, size if vanishes(name) else None)
 
-    check(
-        chunked_forward(*batch.inputs, **batch.forward, segment_chunks=segment_chunks),
-        recurrence(*batch.inputs, **batch.forward),
-        recurrence(*mild.inputs, **mild.forward),
-    )
-    check(
-        chunked_backward(*batch.inputs, **batch.backward, segment_chunks=segment_chunks),
-        recurrence_gradients(*batch.inputs, **batch.backward),
-        recurrence_gradients(*mild.inputs, **mild.backward),
-    )
+    check(chunked_forward, recurrence, "forward")
+    check(chunked_backward, recurrence_gradients, "backward")
 
 
 def test_chunked_form_matches_the_recurrence_over_seven_segments(make_batch):

@@ -14,10 +14,7 @@ import longdelta
 
 
 def run_doctor(console: Console | None = None) -> None:
-    """Print versions, devices, and for each device the backend that runs there.
-
-    Source: own.
-    """
+    """Print versions, devices, and for each device the backend that runs there."""
     console = console or Console()
     console.print(_versions())
     devices = [torch.device("cpu")]

@@ -27,7 +27,9 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 300,
     seed: Annotated[int, typer.Option(help="Of the model, the batches and the sample.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<index>.")] = "auto",
-    threads: Annotated[int, typer.Option(min=0, help="Of torch on the CPU; 0: its choice.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="Of torch on the CPU; 0: one, the safe choice.")
+    ] = 0,
     plot: Annotated[Path | None, typer.Option(help="Save the loss curve as a PNG.")] = None,
 ) -> None:
     """Train a small byte-level language model, sample from it and check its gradients."""

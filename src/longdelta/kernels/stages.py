@@ -18,7 +18,6 @@ from torch import Tensor
 
 from longdelta.plan.chunks import CHUNK, Segment, Walk
 
-
 Chains = tuple[tuple[int, ...], ...]
 """Runs of segment indices, each entering where the one before it left."""
 
@@ -159,14 +158,10 @@ class Backend(Protocol):
     ) -> None:
         """S_ext of every segment that leaves through a border, and M where it entered by one."""
 
-    def fold(
-        self, M: Tensor, tables: Tables, chains: Chains, *, S: Tensor
-    ) -> None:
+    def fold(self, M: Tensor, tables: Tables, chains: Chains, *, S: Tensor) -> None:
         """S[leave] += M S[enter], segment after segment of each chain."""
 
-    def adjoint_fold(
-        self, M: Tensor, tables: Tables, chains: Chains, *, dS: Tensor
-    ) -> None:
+    def adjoint_fold(self, M: Tensor, tables: Tables, chains: Chains, *, dS: Tensor) -> None:
         """dS[enter] += M^T dS[leave], the chains from end to start."""
 
     def scan(

@@ -1,6 +1,6 @@
 """Raw inputs to what the rule takes, and back: L2 norm of q and k, gate activation, beta.
 
-    q^ = q / sqrt(sum q^2 + 1e-6)        g = -e^{A_log} softplus(a + dt_bias)        beta = m / (1 + e^{-b})
+    q^ = q / sqrt(sum q^2 + 1e-6)    g = -e^{A_log} softplus(a + dt_bias)    beta = m / (1 + e^{-b})
 with m = 2 where negative eigenvalues are allowed, else 1. All in the compute dtype, on contiguous
 tensors, with exp and log1p alone (Note [Bits] of the eager backend).
 """
@@ -61,6 +61,7 @@ def activate(
     activation: Activation,
     dtype: torch.dtype,
 ) -> Activated:
+    """The inputs as the rule takes them, in the compute dtype."""
     if activation.qk_l2norm:
         q, k = _plain(q, dtype), _plain(k, dtype)
         q, k = q * _inverse_norm(q), k * _inverse_norm(k)

@@ -95,6 +95,7 @@ def _adjoint_walks(
 def backward(
     operands: Operands, cotangents: Cotangents, machine: Machine, *, save: str, saved: Tensor
 ) -> Gradients:
+    """Gradients of every input, from the saved set and whatever has to be computed again."""
     tables = machine.tables
     sizes = operands.sizes(tables, machine.name)
     dtype, device = sizes.compute_dtype, operands.q.device
@@ -104,7 +105,9 @@ def backward(
     _tapes(x, operands, machine, save, held)
     do = torch.zeros_like(operands.v) if cotangents.do is None else cotangents.do
     initial = operands.initial_state
-    d_initial_state = None if initial is None else torch.empty(initial.shape, dtype=dtype, device=device)
+    d_initial_state = (
+        None if initial is None else torch.empty(initial.shape, dtype=dtype, device=device)
+    )
     _adjoint_walks(x, operands, do, cotangents.d_final_state, machine, held, d_initial_state)
     raw = operands.activation
     found = Gradients(

@@ -16,7 +16,7 @@ from longdelta.plan.tensors import FORWARD, KEPT, Counts
 
 @dataclass(frozen=True)
 class Operands:
-    """One call's inputs, packed: q, k [T, H, K], v [T, HV, V], g, beta [T, HV]; states [., HV, K, V]."""
+    """One call, packed: q, k [T, H, K], v [T, HV, V], g, beta [T, HV]; states [., HV, K, V]."""
 
     q: Tensor
     k: Tensor
@@ -42,7 +42,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Machine:
-    """What runs the stages: a backend, the tables of this rank, and how states cross its borders."""
+    """What runs the stages: a backend, this rank's tables, and how states cross its borders."""
 
     name: str
     backend: Backend
@@ -70,8 +70,12 @@ def enter_borders(
     machine.boundary.enter(machine.backend, held["M"], machine.tables, S_border=held["S_border"])
 
 
-def pass_empty_documents(walk_pairs: tuple[tuple[int, int], ...], source: Tensor | None,
-                         target: Tensor | None, adjoint: bool = False) -> None:
+def pass_empty_documents(
+    walk_pairs: tuple[tuple[int, int], ...],
+    source: Tensor | None,
+    target: Tensor | None,
+    adjoint: bool = False,
+) -> None:
     """The state of a document without tokens passes through; so does its cotangent."""
     if target is None:
         return

@@ -94,9 +94,7 @@ class Inputs(NamedTuple):
         given = (self.q, self.k, self.v, self.g, self.beta)
         optional = (self.initial_state, self.A_log, self.dt_bias)
         found = [x.new_empty(x.shape) for x in given]
-        found += [
-            self.q.new_empty([0]) if x is None else x.new_empty(x.shape) for x in optional
-        ]
+        found += [self.q.new_empty([0]) if x is None else x.new_empty(x.shape) for x in optional]
         return found
 
     def k_first(self, state: Tensor | None) -> Tensor | None:
@@ -105,7 +103,11 @@ class Inputs(NamedTuple):
 
     def operands(self) -> Operands:
         return Operands(
-            *(x.flatten(0, 1) for x in (self.q, self.k, self.v, self.g, self.beta)),
+            q=self.q.flatten(0, 1),
+            k=self.k.flatten(0, 1),
+            v=self.v.flatten(0, 1),
+            g=self.g.flatten(0, 1),
+            beta=self.beta.flatten(0, 1),
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             initial_state=self.k_first(self.initial_state),

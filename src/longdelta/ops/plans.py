@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def check_offsets(offsets: tuple[int, ...], rows: int) -> None:
     """Raises unless the boundaries start at 0, never decrease, and end within the rows."""
     if offsets[0] != 0:
         raise InvalidInput(f"cu_seqlens must start at 0; cu_seqlens[0] is {offsets[0]}")
-    for index, (left, right) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for index, (left, right) in enumerate(pairwise(offsets)):
         if right < left:
             raise InvalidInput(
                 f"cu_seqlens must not decrease; cu_seqlens[{index}] = {left} is followed by {right}"

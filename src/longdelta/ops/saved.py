@@ -60,4 +60,5 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """As the plan spells it, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 CHUNK = 64
 """Tokens of a chunk. Part of the numeric contract, as are the segment lengths below."""
@@ -57,10 +58,10 @@ class Segment:
 
 
 def segment_chunks(document_tokens: int, HV: int | None) -> int:
-    """Chunks per segment of a document, by its length and HV alone (`HV=None`: borders for any HV).
+    """Chunks per segment of a document, by its length and HV alone (`HV=None`: for any HV).
 
-    >>> segment_chunks(64 * 8, HV=6), segment_chunks(64 * 300, HV=6), segment_chunks(64 * 2000, HV=6)
-    (8, 16, 32)
+    >>> [segment_chunks(64 * chunks, HV=6) for chunks in (8, 300, 2000)]
+    [8, 16, 32]
     >>> segment_chunks(64 * 300, HV=32)
     128
     >>> segment_chunks(64 * 256, HV=48) >= 256        # one segment: never split
@@ -90,8 +91,8 @@ def segment_borders(document_tokens: int, HV: int | None) -> range:
 class Walk:
     """What one rank walks: its chunks, segments and borders, as plain integers.
 
-    rows: rows of the packed tensors. documents: documents (or fragments) held. starts, ends: rows of
-    initial_state and final_state. empty: (start, end) rows of documents without tokens, whose state
+    rows: rows of the packed tensors. documents: documents (or fragments) held. starts, ends: rows
+    of initial_state and final_state. empty: (start, end) rows of documents without tokens, whose state
     passes through.
     """
 
@@ -179,7 +180,7 @@ def walk(
     >>> walk([0, 200], HV=2, fragments=[Fragment(0, 100, 100)]).chunk_length
     (28, 64, 8)
     """
-    lengths = [stop - start for start, stop in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+    lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
     if fragments is None:
         fragments = [Fragment(document, 0, length) for document, length in enumerate(lengths)]
     held = sum(length > 0 for length in lengths)

@@ -209,9 +209,15 @@ def halo_collectives(
 
 
 def _check(heads: Heads, dtype: str, save: str, ranks: int, rank: int) -> None:
-    for name in ("H", "HV", "K", "V"):
-        if getattr(heads, name) < 1:
-            raise InvalidInput(f"{name} must be at least 1, got {getattr(heads, name)}")
+    sizes = {
+        "num_heads": heads.H,
+        "num_v_heads": heads.HV,
+        "head_k_dim": heads.K,
+        "head_v_dim": heads.V,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise InvalidInput(f"{name} must be at least 1, got {size}")
     if heads.HV % heads.H:
         raise InvalidInput(
             f"num_v_heads must be a multiple of num_heads = {heads.H}, got {heads.HV}"

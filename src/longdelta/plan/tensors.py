@@ -82,8 +82,8 @@ _GLUON_ITEMSIZE = {"G": 4, "Z": 2, "S_border": 4, "M": 4, "dS_border": 4}
 def itemsize(name: str, dtype: str, backend: str = "eager") -> int:
     """Bytes of one element of a stage tensor.
 
-    The eager backend computes in float32 (in float64 for float64 inputs); Hopper kernels hold states
-    and gates in float32, the rest in 16 bits.
+    The eager backend computes in float32 (in float64 for float64 inputs); Hopper kernels hold
+    states and gates in float32, the rest in 16 bits.
 
     >>> itemsize("S", "bfloat16"), itemsize("S", "float64"), itemsize("S", "bfloat16", "gluon")
     (4, 8, 2)

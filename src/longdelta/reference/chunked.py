@@ -101,7 +101,7 @@ def prepare(k: Chunks, g: Chunks, beta: Chunks) -> Prepared:
     Returns:
         ``Prepared(G, Z)``.
 
-    Source: Yang et al., arXiv:2412.06464; the Z form is derived in docs/math.md.
+    Source: arXiv:2412.06464; the Z form is derived in docs/math.md.
     """
     return Prepared(
         [_gate_sums(g_c) for g_c in g],
@@ -183,7 +183,7 @@ def scan(
     Returns:
         ``ScanResult(o, S_out, tape)``; the tape is what ``gradients`` reads.
 
-    Source: Yang et al., arXiv:2412.06464; docs/math.md.
+    Source: arXiv:2412.06464; docs/math.md.
     """
     o, tape, S = [], ScanTape([], []), S_in
     for q_c, k_c, v_c, G_c, Z_c, beta_c in zip(q, k, v, G, Z, beta, strict=True):
@@ -361,7 +361,7 @@ def chunked_forward(
     Returns:
         ``RecurrenceResult(o, final_state)``: what ``recurrence`` gives, g floored at -87.
 
-    Source: Yang et al., arXiv:2412.06464; docs/math.md.
+    Source: arXiv:2412.06464; docs/math.md.
     """
     N, bounds = _documents(v, cu_seqlens)
     o = torch.zeros_like(v, dtype=torch.float64)

@@ -42,7 +42,7 @@ def causal_conv1d(
         ``ConvResult(y, final_state)``, float64 and differentiable. ``final_state`` is the
         ``initial_state`` with which a document's continuation has to start.
 
-    Source: Yang et al., arXiv:2412.06464 (the layer's short convolution).
+    Source: arXiv:2412.06464 (the layer's short convolution).
 
     >>> x = torch.tensor([[1.0], [2.0], [3.0]])
     >>> causal_conv1d(x, torch.tensor([[10.0, 1.0]]), cu_seqlens=[0, 2, 3]).y.flatten().tolist()

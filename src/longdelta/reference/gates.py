@@ -17,7 +17,7 @@ def gate(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     Returns:
         ``[..., HV]`` float64, natural log per token, at most 0.
 
-    Source: Yang et al., arXiv:2412.06464.
+    Source: arXiv:2412.06464.
 
     >>> gate(torch.zeros(1), torch.zeros(1), torch.zeros(1)).exp()  # e^{-log 2}
     tensor([0.5000], dtype=torch.float64)
@@ -39,7 +39,7 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     Returns:
         ``[..., K]`` float64.
 
-    Source: Yang et al., arXiv:2412.06464.
+    Source: arXiv:2412.06464.
 
     >>> l2norm(torch.tensor([3.0, 4.0]), eps=0.0)
     tensor([0.6000, 0.8000], dtype=torch.float64)

@@ -68,7 +68,7 @@ def recurrence(
     Returns:
         ``RecurrenceResult(o, final_state)``, float64, differentiable by autograd.
 
-    Source: Yang et al., arXiv:2412.06464.
+    Source: arXiv:2412.06464.
     """
     T, HV, V = v.shape
     S0, bounds = _states_and_bounds(k, v, initial_state, cu_seqlens)
@@ -122,7 +122,7 @@ def recurrence_gradients(
     Returns:
         ``Gradients``, float64, dq and dk summed over their group. Keeps 8 HV K V bytes a token.
 
-    Source: Yang et al., arXiv:2412.06464; the adjoint is derived in docs/math.md.
+    Source: arXiv:2412.06464; the adjoint is derived in docs/math.md.
     """
     T, HV = v.shape[:2]
     H, K = k.shape[1:]

@@ -1,4 +1,4 @@
-"""The stages in vectorised torch: any device, any K and V, float32 arithmetic (float64 for float64).
+"""The stages in vectorised torch: any device, any K and V; float32 arithmetic, or float64.
 
 Note [Bits]: the results of one chunk and head must not depend on what else is in the batch, nor on
 the number of threads. Batched matrix products, sums over the last axis, exp, log1p and sqrt have

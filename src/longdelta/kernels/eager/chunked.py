@@ -15,9 +15,9 @@ from torch import Tensor
 from longdelta.kernels.stages import Pairs, Tables, Tasks
 from longdelta.plan.chunks import CHUNK
 
-_BLOCK_ELEMENTS = 1 << 22
-"""Elements of the largest temporary of a block: 16 MiB in float32, a few of which fit in a cache
-shared by two cores; larger blocks were not faster (docs/log.md, first entry)."""
+_BLOCK_ELEMENTS = 1 << 20
+"""Elements of the largest temporary of a block, 4 MiB in float32: 2^18 and 2^22 were slower at
+16,384 tokens (docs/log.md, 2026-11-30)."""
 
 
 def gather(x: Tensor, tables: Tables, chunks: Tensor, dtype: torch.dtype) -> Tensor:

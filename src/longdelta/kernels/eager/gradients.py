@@ -3,7 +3,7 @@
 With U = b Uh, dW = b dR, A = s Gam * (dO U^T) and Y = -tril(Gam * (dW U^T), -1):
     dV = dW        dbeta = <dR, Uh>        dQ = s E dO S^T + A K
     dK = [r U dS^T + A^T Q + Y^T K] + [Y K - E dW S^T] = columns + rows
-    dG = <dQ, Q> + <rows, K> - <columns, K>, and at the last token + sum <r U dS^T, K> + gamma <dS, S>
+    dG = <dQ, Q> + <rows, K> - <columns, K>; at the last token + sum <r U dS^T, K> + gamma <dS, S>
     dg = reverse cumulative sum of dG in the chunk, 0 where g lies on or below its floor
 A and Y are the same numbers on both sides of the difference, so that dG keeps its digits where the
 gate is strong. dQ and dK are summed over the value heads of a q/k head.

@@ -1,7 +1,8 @@
 """prepare: the gate's sum inside each chunk, and the chunk's unit inverse in the Z form.
 
-    G_i = sum_{j <= i} max(g_j, -87)       N = tril(K K^T, -1), one for all value heads of a q/k head
-    (I + D N)^-1 = I + D Z, D = diag(beta): Z free of beta_i and beta_j, |Z| <= 1 for |k| <= 1, beta <= 2
+    G_i = sum_{j <= i} max(g_j, -87)       N = tril(K K^T, -1), shared by a q/k head's value heads
+    (I + D N)^-1 = I + D Z, D = diag(beta)
+Z has no factor beta_i or beta_j, and |Z| <= 1 for |k| <= 1, beta <= 2.
 
 By block merges from 1 x 1 up: two neighbouring w x w inverses and the link N_w between them give
     Z_21 = -(I + Z_22 D_2) N_21 (I + D_1 Z_11)
@@ -19,7 +20,7 @@ from longdelta.kernels.stages import Tables
 from longdelta.plan.chunks import CHUNK
 
 GATE_FLOOR = -87.0
-"""e^-87 is just above the smallest normal float32; a deeper floor costs later tokens their digits."""
+"""e^-87 is just above the smallest normal float32; a deeper floor costs later tokens digits."""
 
 
 def cumulative(g: Tensor) -> Tensor:
@@ -59,9 +60,7 @@ def unit_inverse(N: Tensor, beta: Tensor) -> Tensor:
     return Z
 
 
-def prepare(
-    k: Tensor, g: Tensor, beta: Tensor, tables: Tables, *, G: Tensor, Z: Tensor
-) -> None:
+def prepare(k: Tensor, g: Tensor, beta: Tensor, tables: Tables, *, G: Tensor, Z: Tensor) -> None:
     HV, H = g.shape[1], k.shape[1]
     dtype = G.dtype
     for first, last in chunk_blocks(tables, HV * CHUNK * CHUNK):

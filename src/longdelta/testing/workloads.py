@@ -1,0 +1,293 @@
+"""Named inputs with fixed seeds, what the reference makes of them, and what the op does.
+
+A `Workload` is a hashable description; `Workload.inputs` makes its packed tensors in any dtype on
+any device, `expected` is the token recurrence in float64 on exactly those (rounded) tensors, and
+`evaluate` runs the public op with autograd. Both return `Results`, so that a test is one line:
+
+    assert_results(evaluate(x.inputs(dtype, device), x.cotangents(dtype, device)), expected(x, dtype))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdelta import reference
+from longdelta.api import chunk_gated_delta_rule
+from longdelta.testing.budgets import EAGER, assert_within
+
+MACHINES = (("eager", "cpu"), ("eager", "cuda"))
+"""(backend, device) pairs on which the same tests run."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Packed inputs of one call: q, k [1, T, H, K], v [1, T, HV, V], g, beta [1, T, HV]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+
+    def with_(self, **changes: Any) -> Inputs:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+
+class Cotangents(NamedTuple):
+    """do [1, T, HV, V] and d_final_state [N, HV, K, V]; None: that output is not used."""
+
+    do: Tensor | None
+    d_final_state: Tensor | None
+
+
+class Results(NamedTuple):
+    """Outputs and gradients of one call; None where there is none."""
+
+    o: Tensor
+    final_state: Tensor | None
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dg: Tensor | None
+    dbeta: Tensor | None
+    d_initial_state: Tensor | None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Documents, gates, betas, keys, heads and dims of a set of inputs.
+
+    gates: "mild" (logsigmoid(randn) / 16), "slow" (a 32nd of that), "model" (-A softplus(a + 1), A
+    uniform to 16), "reset" (mild, with -inf at some tokens) or a number for every token. betas:
+    "sigmoid", "small" (0.04 sigmoid), "up_to_two" (a quarter of them zero) or a number. keys:
+    "random" or "correlated" (all near one direction). tail: rows after the last document.
+    """
+
+    lengths: tuple[int, ...] = (37, 0, 130, 1, 64)
+    gates: str | float = "mild"
+    betas: str | float = "sigmoid"
+    keys: str = "random"
+    H: int = 2
+    HV: int = 4
+    K: int = 8
+    V: int = 12
+    tail: int = 5
+    initial: bool = True
+    seed: int = 0
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """cu_seqlens as integers."""
+        return tuple(accumulate(self.lengths, initial=0))
+
+    @property
+    def rows(self) -> int:
+        """T."""
+        return self.offsets[-1] + self.tail
+
+    @property
+    def scale(self) -> float:
+        """The op's default."""
+        return float(self.K**-0.5)
+
+    def inputs(
+        self, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu"
+    ) -> Inputs:
+        """The tensors: q, k, v in `dtype`; g, beta and the state in it too, or in float32 for 16 bits."""
+        x = _tensors(self)
+        wide = dtype if dtype == torch.float64 else torch.float32
+        q, k, v = (y.to(device, dtype) for y in (x.q, x.k, x.v))
+        g, beta = x.g.to(device, wide), x.beta.to(device, wide)
+        state = x.initial_state.to(device, wide) if x.initial_state is not None else None
+        offsets = torch.tensor(self.offsets, dtype=torch.int32, device=device)
+        return Inputs(q, k, v, g, beta, state, offsets)
+
+    def cotangents(
+        self, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu"
+    ) -> Cotangents:
+        """Cotangents of o in `dtype` and of final_state in its compute dtype."""
+        random = torch.Generator().manual_seed(self.seed + 1)
+        shape = (len(self.lengths), self.HV, self.K, self.V)
+        do = torch.randn(1, self.rows, self.HV, self.V, generator=random, dtype=torch.float64)
+        state = torch.randn(shape, generator=random, dtype=torch.float64)
+        wide = dtype if dtype == torch.float64 else torch.float32
+        return Cotangents(do.to(device, dtype), state.to(device, wide))
+
+
+_LONG = Workload(
+    lengths=(1100, 70, 600), gates="slow", betas="small", HV=2, tail=3, K=8, V=8
+)
+"""Forgets slowly, so that what crosses a border still counts at the next one."""
+
+NAMED = {
+    "mild": Workload(),
+    "model": Workload(gates="model"),
+    "no_decay": Workload(gates=0.0),
+    "strong_6": Workload(gates=-6.0),
+    "strong_20": Workload(gates=-20.0),
+    "strong_120": Workload(gates=-120.0),
+    "reset": Workload(gates="reset"),
+    "beta_zero": Workload(betas=0.0),
+    "beta_one": Workload(betas=1.0),
+    "beta_up_to_two": Workload(betas="up_to_two", gates=-1e-3),
+    "correlated_keys": Workload(keys="correlated", betas=1.0, gates=-1e-3),
+    "groups_of_one": Workload(HV=2, K=16, V=16),
+    "groups_of_three": Workload(HV=6, K=20, V=7),
+    "one_chunk": Workload(lengths=(64,), tail=0),
+    "ragged_tails": Workload(lengths=(65, 79, 127), tail=0),
+    "split_documents": _LONG,
+    "split_model": replace(_LONG, gates="model", betas="sigmoid"),
+    "split_reflections": replace(_LONG, betas=2.0, K=12, V=20),
+    "split_groups": replace(_LONG, H=1, HV=3, K=16, V=5),
+    "split_reset": replace(_LONG, gates="reset", betas="up_to_two"),
+}
+"""Small workloads by name; in the split ones documents have several segments, and middle ones."""
+
+
+def _gates(work: Workload, normal: Any, random: torch.Generator) -> Tensor:
+    if not isinstance(work.gates, str):
+        return torch.full((1, work.rows, work.HV), work.gates, dtype=torch.float64)
+    steps = normal(1, work.rows, work.HV)
+    if work.gates == "model":
+        rate = 16 * torch.rand(work.HV, generator=random, dtype=torch.float64)
+        return -rate * torch.logaddexp(0.5 * steps + 1, torch.zeros_like(steps))
+    g = torch.nn.functional.logsigmoid(steps) / (512 if work.gates == "slow" else 16)
+    if work.gates == "reset":
+        g[:, 11::23] = -math.inf
+        g[:, 40::61, 0] = -math.inf
+    return g
+
+
+def _betas(work: Workload, normal: Any) -> Tensor:
+    if not isinstance(work.betas, str):
+        return torch.full((1, work.rows, work.HV), work.betas, dtype=torch.float64)
+    beta: Tensor = normal(1, work.rows, work.HV).sigmoid()
+    if work.betas == "small":
+        beta = 0.04 * beta
+    if work.betas == "up_to_two":
+        beta = 2 * beta
+        beta[:, ::7] = 2.0
+        beta[:, 1::4] = 0.0
+    return beta
+
+
+@lru_cache(maxsize=256)
+def _tensors(work: Workload) -> Inputs:
+    """Float64 tensors of a workload; shared, so never written."""
+    random = torch.Generator().manual_seed(work.seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    T, N = work.rows, len(work.lengths)
+    q, k = normal(1, T, work.H, work.K), normal(1, T, work.H, work.K)
+    if work.keys == "correlated":
+        k = normal(1, 1, work.H, work.K) + 0.1 * k
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    v, state = normal(1, T, work.HV, work.V), normal(N, work.HV, work.K, work.V)
+    g, beta = _gates(work, normal, random), _betas(work, normal)
+    return Inputs(q, k, v, g, beta, state if work.initial else None, None)
+
+
+def reference_results(
+    inputs: Inputs, cotangents: Cotangents, *, scale: float, offsets: Sequence[int]
+) -> Results:
+    """The token recurrence and its adjoint in float64 on packed inputs."""
+    packed = [x[0].cpu() for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)]
+    state = None if inputs.initial_state is None else inputs.initial_state.cpu()
+    common: dict[str, Any] = {"scale": scale, "initial_state": state, "cu_seqlens": offsets}
+    outputs = reference.recurrence(*packed, **common)
+    do, d_state = cotangents
+    found = reference.recurrence_gradients(
+        *packed,
+        **common,
+        do=torch.zeros_like(outputs.o) if do is None else do[0].cpu(),
+        d_final_state=None if d_state is None else d_state.cpu(),
+    )
+    gradients = [x[None] for x in found[:5]]
+    d_initial = None if state is None else found.d_initial_state
+    return Results(outputs.o[None], outputs.final_state, *gradients, d_initial)
+
+
+@lru_cache(maxsize=256)
+def expected(work: Workload, dtype: torch.dtype = torch.float64) -> Results:
+    """`reference_results` of a workload whose tensors are rounded to `dtype`; computed once."""
+    inputs, cotangents = work.inputs(dtype), work.cotangents(dtype)
+    return reference_results(inputs, cotangents, scale=work.scale, offsets=work.offsets)
+
+
+LEAVES = ("q", "k", "v", "g", "beta", "initial_state")
+
+
+def evaluate(
+    inputs: Inputs,
+    cotangents: Cotangents,
+    *,
+    leaves: Sequence[str] = LEAVES,
+    **options: Any,
+) -> Results:
+    """The op on these inputs, and by autograd the gradients of `leaves`; None for the rest."""
+    given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    for name in leaves:
+        if given[name] is not None:
+            given[name] = given[name].detach().requires_grad_()
+    chosen = [given[name] for name in leaves if given[name] is not None]
+    options = {"output_final_state": True} | options
+    o, final_state = chunk_gated_delta_rule(**given, **options)
+    pairs = [
+        (x, dx)
+        for x, dx in ((o, cotangents.do), (final_state, cotangents.d_final_state))
+        if x is not None and dx is not None
+    ]
+    found = iter(
+        torch.autograd.grad([x for x, _ in pairs], chosen, [dx for _, dx in pairs])
+        if chosen and pairs
+        else ()
+    )
+    gradients = [
+        next(found) if pairs and name in leaves and given[name] is not None else None
+        for name in LEAVES
+    ]
+    state = None if final_state is None else final_state.detach()
+    return Results(o.detach(), state, *gradients)
+
+
+def assert_results(
+    out: Results,
+    ref: Results,
+    budgets: dict[torch.dtype, float] = EAGER,
+    scale: Results | None = None,
+    vanishing: Sequence[str] = (),
+) -> None:
+    """Every result within the budget of its dtype.
+
+    Those named `vanishing` are compared relative to their size in `scale`, a run where they do not
+    vanish.
+    """
+    for name, x, y in zip(Results._fields, out, ref, strict=True):
+        if x is None:
+            continue
+        assert y is not None, f"{name} has no reference"
+        size = getattr(scale, name) if name in vanishing else None
+        assert_within(name, x, y, budgets[x.dtype], size)
+
+
+def assert_bitwise(out: Results, ref: Results) -> None:
+    """Every result of `out` has the bits of its counterpart; None is not compared."""
+    for name, x, y in zip(Results._fields, out, ref, strict=True):
+        if x is None or y is None:
+            continue
+        assert x.dtype == y.dtype and x.shape == y.shape, f"{name}: other dtype or shape"
+        same = torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+        assert same, f"{name}: bits differ, largest difference {(x - y).abs().max().item():.3e}"

@@ -1,0 +1,163 @@
+"""Outputs and gradients of the op against the token recurrence in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longdelta.testing.budgets import EAGER
+from longdelta.testing.workloads import (
+    NAMED,
+    Cotangents,
+    Workload,
+    assert_results,
+    evaluate,
+    expected,
+    reference_results,
+)
+
+VANISHING = ("dg", "d_initial_state")
+"""Under strong gates these are all but zero: compared to their size in a mild run."""
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+MILD = [
+    "mild",
+    "no_decay",
+    "beta_zero",
+    "beta_one",
+    "beta_up_to_two",
+    "correlated_keys",
+    "groups_of_one",
+    "groups_of_three",
+    "one_chunk",
+    "ragged_tails",
+    "split_documents",
+    "split_reflections",
+    "split_groups",
+    "split_reset",
+]
+STRONG = ["model", "strong_6", "strong_20", "strong_120", "reset", "split_model"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MILD)
+def test_op_matches_the_recurrence_in_every_dtype(run, name, dtype):
+    assert_results(run(NAMED[name], dtype), expected(NAMED[name], dtype), EAGER)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", STRONG)
+def test_op_matches_the_recurrence_under_strong_decay(run, name, dtype):
+    work = NAMED[name]
+    mild = expected(replace(work, gates="mild"), dtype)
+    out = run(work, dtype)
+    assert_results(out, expected(work, dtype), EAGER, scale=mild, vanishing=VANISHING)
+
+
+@pytest.mark.parametrize("gate", [-5.545, -88.0, -1e4])
+def test_op_stays_finite_and_exact_for_any_constant_gate(run, gate):
+    # Around the places where rescaled exponents of other schemes overflow.
+    work = Workload(gates=gate)
+    mild = expected(Workload(), torch.float32)
+    out = run(work, torch.float32)
+    assert_results(
+        out, expected(work, torch.float32), EAGER, scale=mild, vanishing=VANISHING
+    )
+
+
+def test_op_matches_the_recurrence_where_gates_alternate_between_none_and_strong(run, machine):
+    work = Workload(tail=0)
+    inputs, cotangents = work.inputs(torch.float32), work.cotangents(torch.float32)
+    g = torch.zeros_like(inputs.g)
+    g[:, 1::2] = -20.0
+    inputs = inputs.with_(g=g)
+    ref = reference_results(inputs, cotangents, scale=work.scale, offsets=work.offsets)
+    moved = inputs.with_(**{n: getattr(inputs, n).to(machine[1]) for n in ("q", "k", "v", "g")})
+    moved = moved.with_(
+        **{n: getattr(inputs, n).to(machine[1]) for n in ("beta", "initial_state")}
+    )
+    out = evaluate(
+        moved,
+        Cotangents(*(x.to(machine[1]) for x in cotangents)),
+        backend=machine[0],
+    )
+    mild = expected(work, torch.float32)
+    assert_results(out, ref, EAGER, scale=mild, vanishing=VANISHING)
+
+
+def test_op_starts_a_document_at_a_gate_of_minus_infinity(run, machine):
+    # Everything after the reset equals a run of its own from a zero state.
+    work = Workload(lengths=(150,), tail=0, initial=False)
+    inputs, cotangents = work.inputs(), work.cotangents()
+    inputs.g[:, 100] = float("-inf")
+    whole = evaluate(inputs, cotangents)
+    cut = inputs.with_(cu_seqlens=torch.tensor([0, 100, 150]))
+    d_state = torch.cat([torch.zeros_like(cotangents.d_final_state), cotangents.d_final_state])
+    split = evaluate(cut, Cotangents(cotangents.do, d_state))
+    split = split._replace(final_state=split.final_state[1:], d_initial_state=None)
+    assert whole.dg.isfinite().all()
+    assert not whole.dg[:, 100].any()
+    # The gate of a document's first token matters only where its gradient can be felt.
+    dg = split.dg.clone()
+    dg[:, 100] = 0
+    assert_results(whole, split._replace(dg=dg), EAGER)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_op_scales_the_query_by_what_it_is_told(machine, scale):
+    work = NAMED["mild"]
+    inputs, cotangents = work.inputs(), work.cotangents()
+    ref = reference_results(inputs, cotangents, scale=scale, offsets=work.offsets)
+    assert_results(evaluate(inputs, cotangents, scale=scale), ref, EAGER)
+
+
+@pytest.mark.parametrize("used", ["o", "final_state"])
+def test_op_gives_the_gradients_of_a_single_used_output(used):
+    work = NAMED["split_documents"]
+    inputs, both = work.inputs(), work.cotangents()
+    cotangents = both._replace(**{"d_final_state" if used == "o" else "do": None})
+    ref = reference_results(inputs, cotangents, scale=work.scale, offsets=work.offsets)
+    out = evaluate(inputs, cotangents, output_final_state=used == "final_state")
+    assert_results(out, ref, EAGER)
+    if used == "final_state":
+        assert not out.dq.any()
+
+
+def test_op_gives_the_gradients_of_o_where_the_final_state_comes_back_unused():
+    work = NAMED["mild"]
+    inputs, cotangents = work.inputs(), work.cotangents()._replace(d_final_state=None)
+    ref = reference_results(inputs, cotangents, scale=work.scale, offsets=work.offsets)
+    assert_results(evaluate(inputs, cotangents), ref, EAGER)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["one_segment", "three_segments"])
+def test_op_matches_the_recurrence_for_many_heads_where_long_documents_are_split(split):
+    # HV >= 32: split above 256 chunks only, into segments of 128.
+    tokens = 64 * 257 if split else 64 * 17
+    work = Workload(
+        lengths=(tokens + 1,), gates="slow", betas="small", H=32, HV=32, K=3, V=2, tail=0
+    )
+    assert_results(
+        evaluate(work.inputs(torch.float32), work.cotangents(torch.float32)),
+        expected(work, torch.float32),
+        EAGER,
+    )
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (3, 64), (64, 3), (17, 33)], ids=str)
+def test_op_takes_any_key_and_value_dim(run, dims):
+    work = Workload(K=dims[0], V=dims[1], betas="small" if dims[0] == 1 else "sigmoid")
+    assert_results(run(work, torch.float64), expected(work), EAGER)
+
+
+def test_op_gives_each_gradient_in_the_dtype_of_its_input():
+    work = NAMED["mild"]
+    inputs = work.inputs(torch.bfloat16)
+    inputs = inputs.with_(beta=inputs.beta.bfloat16(), initial_state=inputs.initial_state.half())
+    out = evaluate(inputs, work.cotangents(torch.bfloat16))
+    assert out.dq.dtype == out.dk.dtype == out.dv.dtype == out.dbeta.dtype == torch.bfloat16
+    assert out.dg.dtype == out.final_state.dtype == torch.float32
+    assert out.d_initial_state.dtype == torch.float16
+    ref = reference_results(
+        inputs, work.cotangents(torch.bfloat16), scale=work.scale, offsets=work.offsets
+    )
+    assert_results(out, ref, EAGER)

@@ -1,0 +1,121 @@
+"""Bytes of a call against counts made another way."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdelta.errors import InvalidInput
+from longdelta.plan import Bytes, Partition, bytes_needed, chains, crossings, rank_walk
+from longdelta.plan.tensors import SAVE_MODES, Counts, capacity
+
+from .strategies import partitions
+
+HEADS = {"num_heads": 1, "num_v_heads": 2, "head_k_dim": 16, "head_v_dim": 8}
+STATE = 2 * 16 * 8 * 4
+MAP = 2 * 16 * 16 * 4
+
+
+def _needs(plan: Partition, rank: int, **options: object) -> Bytes:
+    pieces = [[(p.document, p.offset, p.length) for p in held] for held in plan.fragments]
+    given_options = {**HEADS, "ranks": plan.ranks, "rank": rank, "rows": plan.rows, **options}
+    return bytes_needed(plan.cu_seqlens, layout="fragments", fragments=pieces, **given_options)
+
+
+@given(partitions())
+def test_relay_sends_one_state_per_crossing_and_nothing_else(plan: Partition) -> None:
+    needs = [_needs(plan, rank) for rank in range(plan.ranks)]
+    for direction, backward in (("forward", False), ("backward", True)):
+        hops = crossings(plan, backward=backward)
+        for rank, need in enumerate(needs):
+            assert need.sent(direction) == STATE * sum(hop.source == rank for hop in hops)
+            assert need.received(direction) == STATE * sum(hop.target == rank for hop in hops)
+    names = [[(c.name, c.direction, c.step) for c in need.collectives] for need in needs]
+    assert all(each == names[0] for each in names)  # every rank joins every collective
+
+
+@given(partitions())
+def test_summaries_send_equal_padded_slots_unless_states_are_enough(plan: Partition) -> None:
+    needs = [_needs(plan, rank, deterministic=False) for rank in range(plan.ranks)]
+    if all(len(chain.links) <= 2 for chain in chains(plan)):
+        assert needs == [
+            Bytes(n.saved, n.workspace_forward, n.workspace_backward, _needs(plan, r).collectives)
+            for r, n in enumerate(needs)
+        ]
+        return
+    slots = [0] * plan.ranks
+    for hop in crossings(plan):
+        slots[hop.source] += 1
+    for need in needs:
+        assert [c.name for c in need.collectives] == ["summaries", "summaries"]
+        assert need.sent("forward") == max(slots) * (STATE + MAP)
+        assert need.received("forward") == need.sent("forward") * (plan.ranks - 1)
+
+
+@given(partitions(), st.integers(1, 5))
+def test_halo_bytes_leave_one_rank_and_reach_another(plan: Partition, kernel_size: int) -> None:
+    needs = [
+        _needs(plan, rank, conv1d_kernel_size=kernel_size, conv_channels=10)
+        for rank in range(plan.ranks)
+    ]
+    total = [0, 0]
+    for need in needs:
+        for c in need.collectives:
+            if c.name == "halo":
+                forward = c.direction == "forward"
+                total[0] += c.sent - c.received
+                assert (c.sent + c.received) % (10 * (2 if forward else 4)) == 0
+                total[1] += c.sent * (2 if forward else -1)
+    assert total == [0, 0]
+
+
+@given(partitions(), st.sampled_from([2, 32]), st.booleans())
+def test_saved_capacity_holds_every_walk_of_a_rank(
+    plan: Partition, heads: int, deterministic: bool
+) -> None:
+    for rank in range(plan.ranks):
+        counts = Counts.of(rank_walk(plan, rank, heads, deterministic))
+        held = len(plan.fragments[rank])
+        most = capacity(plan.local_rows(rank), held, heads, fragments=plan.ranks > 1)
+        assert counts.chunks <= most.chunks
+        assert counts.borders <= most.borders
+        assert counts.maps <= most.maps
+
+
+@pytest.mark.parametrize("save", SAVE_MODES)
+def test_one_device_sends_nothing_and_saves_by_mode(save: str) -> None:
+    need = bytes_needed([0, 4096], num_heads=2, num_v_heads=6, save=save)
+    assert need.collectives == ()
+    state = 6 * 128 * 128 * 4
+    chunk = 6 * (128 * 128 + 64 * 128 + 64 * 64 + 64) * 4
+    chunks, borders = 4096 // 64 + 1, 8
+    assert (
+        need.saved
+        == {
+            "none": 0,
+            "light": 2 * borders * state,
+            "full": 2 * borders * state + chunks * chunk,
+        }[save]
+    )
+
+
+def test_a_batch_without_boundaries_is_its_equal_documents() -> None:
+    need = bytes_needed([0, 512, 1024], num_heads=2, num_v_heads=2, save="none")
+    inverse, gates = 16 * 2 * 64 * 64 * 4, 16 * 2 * 64 * 4
+    assert need.workspace_forward == inverse + gates
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_v_heads": 3, "num_heads": 2}, "num_v_heads must be a multiple of num_heads = 2"),
+        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
+        ({"save": "all"}, "save must be one of none, light, full, got 'all'"),
+        ({"rank": 2, "ranks": 2}, r"rank must be in \[0, 2\), got 2"),
+    ],
+)
+def test_bytes_needed_names_the_argument_that_is_wrong(arguments: dict, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        bytes_needed([0, 64], **{"num_heads": 2, "num_v_heads": 6, **arguments})
