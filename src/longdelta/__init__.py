@@ -1,4 +1,4 @@
-"""Gated DeltaNet training kernels over packed documents: forward and backward, deterministic.
+"""Gated DeltaNet training kernels over packed documents, on one device or many ranks.
 
 The public names are imported when first used, so that `import longdelta` needs torch alone.
 """
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from longdelta import distributed, nn, reference, testing
     from longdelta.api import chunk_gated_delta_rule, gdn_backward, gdn_forward
+    from longdelta.distributed.checkpoint import checkpoint
     from longdelta.errors import InvalidInput, NotYet, UnsupportedProblem
     from longdelta.nn.conv import causal_conv1d
     from longdelta.ops.select import support
@@ -22,12 +24,14 @@ _HOME = {
     "gdn_forward": "longdelta.api",
     "gdn_backward": "longdelta.api",
     "causal_conv1d": "longdelta.nn.conv",
+    "checkpoint": "longdelta.distributed.checkpoint",
     "bytes_needed": "longdelta.plan.cost",
     "support": "longdelta.ops.select",
     "InvalidInput": "longdelta.errors",
     "UnsupportedProblem": "longdelta.errors",
     "NotYet": "longdelta.errors",
 }
+_MODULES = ("distributed", "nn", "reference", "testing")
 
 __all__ = [
     "InvalidInput",
@@ -35,14 +39,21 @@ __all__ = [
     "UnsupportedProblem",
     "bytes_needed",
     "causal_conv1d",
+    "checkpoint",
     "chunk_gated_delta_rule",
+    "distributed",
     "gdn_backward",
     "gdn_forward",
+    "nn",
+    "reference",
     "support",
+    "testing",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"longdelta.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'longdelta' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
@@ -51,4 +62,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *_HOME, *_MODULES})

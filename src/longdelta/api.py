@@ -12,6 +12,8 @@ from torch import Tensor
 
 from longdelta.errors import InvalidInput, NotYet
 from longdelta.ops.library import Inputs
+from longdelta.ops.recompute import RecomputeHandle, active
+from longdelta.ops.plans import host_offsets
 from longdelta.ops.select import BACKENDS
 from longdelta.plan.tensors import SAVE_MODES
 
@@ -32,6 +34,15 @@ _TOLERATED = frozenset(
     }
 )
 """Keywords that model code hands to every attention; they change nothing here."""
+_FLAGS = {
+    "qk_l2norm": "use_qk_l2norm_in_kernel",
+    "gate": "use_gate_in_kernel",
+    "beta_sigmoid": "use_beta_sigmoid_in_kernel",
+    "neg_eigval": "allow_neg_eigval",
+    "state_v_first": "state_v_first",
+    "output_final_state": "output_final_state",
+}
+"""Fields of `Inputs` and the keywords that set them."""
 _said: set[str] = set()
 
 
@@ -120,7 +131,11 @@ def chunk_gated_delta_rule(
             copy to the host per new content.
         cu_seqlens_cpu: the same on the CPU: no copy then.
         chunk_indices: accepted for compatibility; not read.
-        cp_context: not yet: context parallelism comes with a later version.
+        cp_context: which ranks hold the rest of each document, from
+            ``longdelta.distributed.build_cp_context``; None: all of it is here. T is then this
+            rank's rows (0 on a rank without tokens), the boundaries are the context's,
+            initial_state has one row per document that starts here (``cp_context.starts``) and
+            final_state one per document that ends here (``cp_context.ends``).
         use_gate_in_kernel: g is raw; -exp(A_log) softplus(g + dt_bias) is taken first.
         A_log, dt_bias: ``[HV]``, with the former; dt_bias may be None.
         deterministic: promise equal bits, see docs/design/determinism.md. False may choose faster
@@ -128,7 +143,9 @@ def chunk_gated_delta_rule(
         save: what the forward keeps for the backward besides the inputs: "none", "light" (states at
             segment borders), "full" (all tapes) or "auto": "light" where a gradient is required,
             else "none". The bits do not depend on it.
-        recompute, workspace, graph: not yet.
+        recompute: a ``longdelta.distributed.RecomputeHandle``: a first call with it keeps what
+            crossed ranks, a second one (the recomputation in a backward) takes it from there.
+        workspace, graph: not yet.
         backend: "auto", "eager" or "gluon".
         extra: keywords that model code hands on (chunk_size, max_length, ...) are ignored, the
             unknown ones with a warning; a near miss of an option's name is an error.
@@ -236,7 +253,7 @@ def gdn_backward(
     if do is not None:
         _require("do", do, v.shape, like=q)
     if d_final_state is not None:
-        shape = _state_shape(inputs)
+        shape = _state_shape(inputs, inputs.final_rows)
         _require("d_final_state", d_final_state, shape, like=q)
     with torch.no_grad():
         tensor = q.new_empty([0], dtype=torch.uint8) if saved is None else saved.tensor
@@ -285,7 +302,8 @@ def _inputs(
 ) -> Inputs:
     """The operators' arguments, checked. Keywords and defaults: `chunk_gated_delta_rule`."""
     _check_extra(extra)
-    _check_not_yet(cp_context, recompute, workspace, graph)
+    _check_not_yet(workspace, graph)
+    context, cu_seqlens, cu_seqlens_cpu = _resolve_context(cp_context, cu_seqlens, cu_seqlens_cpu)
     differentiable = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     inputs = Inputs(
         q=q,
@@ -298,6 +316,8 @@ def _inputs(
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
+        context=context,
+        recompute=_resolve_recompute(recompute, context),
         scale=_resolve_scale(scale, q),
         qk_l2norm=use_qk_l2norm_in_kernel,
         gate=use_gate_in_kernel,
@@ -306,26 +326,45 @@ def _inputs(
         state_v_first=state_v_first,
         deterministic=_resolve_deterministic(deterministic),
         output_final_state=output_final_state,
+        final_rows=0,
         save=_resolve_save(save, differentiable),
         backend=backend,
     )
-    _check(inputs)
-    return inputs
+    _check_operands(inputs)
+    rows = _check_context(inputs, cp_context)
+    _check_states(inputs, rows[0])
+    return inputs._replace(final_rows=rows[1])
 
 
 _OPTIONS = frozenset(inspect.signature(_inputs).parameters) - {"extra"}
 
 
 def _call(inputs: Inputs) -> tuple[object, ...]:
-    """What a saved set depends on besides the values of the tensors."""
-    shapes = (tuple(inputs.q.shape), tuple(inputs.v.shape), inputs.documents)
-    given = (inputs.initial_state is not None, str(inputs.q.dtype), str(inputs.q.device))
-    return (*shapes, *given, *inputs[10:17], *inputs[18:])
+    """What a saved set depends on besides the values of the tensors; boundaries by their hash."""
+    offsets = inputs.cu_seqlens if inputs.cu_seqlens_cpu is None else inputs.cu_seqlens_cpu
+    return (
+        tuple(inputs.q.shape),
+        tuple(inputs.v.shape),
+        inputs.documents,
+        None if offsets is None else hash(host_offsets(offsets)),
+        str(inputs.q.dtype),
+        str(inputs.q.device),
+        inputs.initial_state is not None,
+        inputs.scale,
+        inputs.qk_l2norm,
+        inputs.gate,
+        inputs.beta_sigmoid,
+        inputs.neg_eigval,
+        inputs.state_v_first,
+        inputs.deterministic,
+        inputs.save,
+        inputs.backend,
+    )
 
 
 def _resolve_scale(scale: float | None, q: Tensor) -> float:
     if scale is None:
-        return float(q.shape[-1] ** -0.5) if q.dim() and q.shape[-1] else 1.0
+        return float(q.shape[-1] ** -0.5) if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise InvalidInput(f"scale must be a number or None; got {type(scale).__name__}")
     return float(scale)
@@ -361,7 +400,8 @@ def _warn_once(message: str) -> None:
 def _check_extra(extra: dict[str, Any]) -> None:
     if extra.get("head_first"):
         raise InvalidInput(
-            "head_first must be False: tensors are [B, T, heads, dim]; transpose them"
+            f"head_first must be False; got {extra['head_first']!r}; tensors are "
+            "[B, T, heads, dim]: transpose them"
         )
     if extra.get("transpose_state_layout"):
         raise InvalidInput("transpose_state_layout is named state_v_first here; pass that")
@@ -374,15 +414,61 @@ def _check_extra(extra: dict[str, Any]) -> None:
         _warn_once(f"keyword {name!r} is not an option of the gated delta rule and is ignored")
 
 
-def _check_not_yet(cp_context: object, recompute: object, workspace: object, graph: object) -> None:
+def _check_not_yet(workspace: object, graph: object) -> None:
     if graph not in ("off", "replay"):
         raise InvalidInput(f"graph must be 'off' or 'replay'; got {graph!r}")
-    given = {"cp_context": cp_context, "recompute": recompute, "workspace": workspace}
-    for name, value in given.items():
-        if value is not None:
-            raise NotYet(f"{name} is not implemented in this version; pass None")
+    if workspace is not None:
+        raise NotYet("workspace is not implemented in this version; pass None")
     if graph == "replay":
         raise NotYet("graph='replay' is not implemented in this version; pass graph='off'")
+
+
+def _resolve_context(
+    cp_context: Any, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The handle (None for one rank) and the boundaries: a context brings its own."""
+    if cp_context is None:
+        return None, cu_seqlens, cu_seqlens_cpu
+    if not hasattr(cp_context, "parts") or not hasattr(cp_context, "handle"):
+        raise InvalidInput(
+            "cp_context must come from longdelta.distributed.build_cp_context; got "
+            f"{type(cp_context).__name__}"
+        )
+    for name, given in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
+        if given is not None and given is not cp_context.cu_seqlens:
+            raise InvalidInput(
+                f"{name} must be None with cp_context, which knows this rank's boundaries; got a "
+                "tensor. Build the context from the whole batch's cu_seqlens"
+            )
+    handle = cp_context.handle if cp_context.ranks > 1 else None
+    return handle, None, cp_context.cu_seqlens
+
+
+def _resolve_recompute(recompute: Any, context: Tensor | None) -> Tensor | None:
+    """The handle given, or that of the checkpointed function this runs in, where ranks exchange."""
+    if recompute is not None:
+        if not isinstance(recompute, RecomputeHandle):
+            raise InvalidInput(
+                "recompute must be a longdelta.distributed.RecomputeHandle or None; got "
+                f"{type(recompute).__name__}"
+            )
+        recompute.begin()
+        return recompute.handle
+    within = None if context is None else active()
+    return None if within is None else within.handle
+
+
+def _check_context(inputs: Inputs, cp_context: Any) -> tuple[int, int]:
+    """Rows of initial_state and of final_state."""
+    if cp_context is None:
+        return inputs.documents, inputs.documents
+    B, T = inputs.q.shape[:2]
+    if B != 1 or cp_context.rows != T:
+        raise InvalidInput(
+            f"q must be [1, {cp_context.rows}, H, K]: rank {cp_context.rank} of this cp_context "
+            f"holds {cp_context.rows} rows; got {list(inputs.q.shape)}; see cp_context.shard"
+        )
+    return len(cp_context.starts), len(cp_context.ends)
 
 
 def _require(name: str, x: object, shape: Any, *, like: Tensor, hint: str = "") -> None:
@@ -400,12 +486,12 @@ def _require(name: str, x: object, shape: Any, *, like: Tensor, hint: str = "") 
         raise InvalidInput(f"{name} must be on q's device {like.device}; got {x.device}; move it")
 
 
-def _state_shape(inputs: Inputs) -> list[int]:
+def _state_shape(inputs: Inputs, rows: int) -> list[int]:
     HV, V, K = inputs.v.shape[2], inputs.v.shape[3], inputs.k.shape[3]
-    return [inputs.documents, HV, *((V, K) if inputs.state_v_first else (K, V))]
+    return [rows, HV, *((V, K) if inputs.state_v_first else (K, V))]
 
 
-def _check(inputs: Inputs) -> None:
+def _check_operands(inputs: Inputs) -> None:
     """Raises unless the shapes, dtypes, devices and options fit together."""
     q, k, v = inputs.q, inputs.k, inputs.v
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -432,24 +518,20 @@ def _check(inputs: Inputs) -> None:
     _require("beta", inputs.beta, [B, T, HV], like=q, hint="; one beta per value head")
     _check_flags(inputs)
     _check_offsets(inputs, B)
+
+
+def _check_states(inputs: Inputs, rows: int) -> None:
     if inputs.initial_state is not None:
-        hint = f"; one state per document of {inputs.documents}, with state_v_first="
-        hint += str(inputs.state_v_first)
-        _require("initial_state", inputs.initial_state, _state_shape(inputs), like=q, hint=hint)
+        shape = _state_shape(inputs, rows)
+        hint = f"; a state per document that starts here, state_v_first={inputs.state_v_first}"
+        _require("initial_state", inputs.initial_state, shape, like=inputs.q, hint=hint)
 
 
 def _check_flags(inputs: Inputs) -> None:
     q, HV = inputs.q, inputs.v.shape[2]
-    for name in (
-        "qk_l2norm",
-        "gate",
-        "beta_sigmoid",
-        "neg_eigval",
-        "state_v_first",
-        "output_final_state",
-    ):
+    for name, keyword in _FLAGS.items():
         if not isinstance(getattr(inputs, name), bool):
-            raise InvalidInput(f"{name} must be True or False; got {getattr(inputs, name)!r}")
+            raise InvalidInput(f"{keyword} must be True or False; got {getattr(inputs, name)!r}")
     if inputs.backend not in BACKENDS:
         raise InvalidInput(f"backend must be one of {', '.join(BACKENDS)}; got {inputs.backend!r}")
     if inputs.neg_eigval and not inputs.beta_sigmoid:

@@ -55,6 +55,11 @@ def test_balanced_does_not_cut_for_less_than_the_slack() -> None:
     assert not crossings(plan)
 
 
+def test_balanced_adds_no_piece_for_less_than_the_slack() -> None:
+    plan = partition(bounds_of([64 * 206, 64 * 94]), 3, "balanced")  # a share of 100, a slack of 6
+    assert _loads(plan) == [100, 106, 94]
+
+
 def test_balanced_cuts_on_segment_borders_within_half_a_segment() -> None:
     lengths = [64 * 2000, 64 * 100, 700, 3]
     plan = partition(bounds_of(lengths), 4, "balanced", align="segment", num_v_heads=6)

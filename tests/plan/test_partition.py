@@ -91,6 +91,16 @@ def test_snap_finds_the_nearest_border_or_end(a: int, b: int, heads: int | None)
     assert snap(offset, tokens, heads) == min(allowed, key=lambda cut: (abs(cut - offset), cut))
 
 
+def test_snap_takes_the_lower_of_two_borders_at_equal_distance() -> None:
+    assert [snap(offset, 1500, 2) for offset in (256, 257, 768, 1262, 1263)] == [
+        0,
+        512,
+        512,
+        1024,
+        1500,
+    ]
+
+
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_near_equal_cuts_give_the_first_parts_one_more(total: int, parts: int) -> None:
     cuts = near_equal_cuts(total, parts)

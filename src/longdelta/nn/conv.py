@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longdelta.distributed.context import CPContext
+from longdelta.distributed.conv_halo import document_ends, fragment_history
 from longdelta.errors import InvalidInput
 from longdelta.ops.plans import check_offsets, host_offsets
 
@@ -38,6 +40,7 @@ def causal_conv1d(
     cu_seqlens_cpu: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    cp_context: CPContext | None = None,
 ) -> ConvOutput:
     """Depthwise causal convolution along the tokens of each document, with optional SiLU.
 
@@ -60,14 +63,23 @@ def causal_conv1d(
         initial_state: ``[N, D, W - 1]``, the tokens before each document, oldest first.
         output_final_state: also return the last W - 1 tokens of each document and its history,
             oldest first, in the wider dtype of x and initial_state.
+        cp_context: which ranks hold the rest of each document
+            (``longdelta.distributed.build_cp_context``); then x is ``[1, rows, D]`` of this rank,
+            the boundaries are the context's, and states have one row per document that starts
+            (initial) or ends (final) on this rank.
     Returns:
         ``(y, final_state)``: y like x; final_state ``[N, D, W - 1]`` or None.
     Raises:
         InvalidInput (a ValueError): a shape, dtype, device, offset or option is wrong (the values
             of offsets are trusted inside torch.compile).
+        NotYet: initial_state with a document that a rank border cuts within its first W - 1 tokens.
     Source: own; the short convolution of Yang et al., arXiv:2412.06464, section 3.4.
     """
     _check_operands(x, weight, bias, activation)
+    if cp_context is not None:
+        return _across_ranks(
+            x, weight, bias, activation, initial_state, output_final_state, cp_context
+        )
     N = _check_documents(x, cu_seqlens, cu_seqlens_cpu)
     _check_state(x, weight, N, initial_state)
     state_dtype = x.dtype if initial_state is None else _wider(x.dtype, initial_state.dtype)
@@ -107,6 +119,7 @@ class ShortConvolution(nn.Module):
         cu_seqlens_cpu: Tensor | None = None,
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
+        cp_context: CPContext | None = None,
     ) -> ConvOutput:
         """``causal_conv1d(x, weight, activation="silu")``, shapes as there."""
         return causal_conv1d(
@@ -117,7 +130,37 @@ class ShortConvolution(nn.Module):
             cu_seqlens_cpu=cu_seqlens_cpu,
             initial_state=initial_state,
             output_final_state=output_final_state,
+            cp_context=cp_context,
         )
+
+
+def _across_ranks(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Literal["silu"] | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cp_context: CPContext,
+) -> ConvOutput:
+    """Each fragment of a document with the tokens before it, from whichever ranks hold them."""
+    if x.dim() != 3 or x.shape[:2] != (1, cp_context.rows):
+        raise InvalidInput(
+            f"x must be [1, {cp_context.rows}, D], the rows of rank {cp_context.rank} of this "
+            f"cp_context, got {_came(x)}; see cp_context.shard"
+        )
+    _check_state(x, weight, len(cp_context.starts), initial_state)
+    y, last = causal_conv1d(
+        x,
+        weight,
+        bias,
+        activation=activation,
+        cu_seqlens=cp_context.cu_seqlens_on(x.device),
+        cu_seqlens_cpu=cp_context.cu_seqlens,
+        initial_state=fragment_history(x[0], weight.shape[1], initial_state, cp_context),
+        output_final_state=output_final_state,
+    )
+    return ConvOutput(y, None if last is None else document_ends(last, cp_context))
 
 
 def _taps(extended_BTD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

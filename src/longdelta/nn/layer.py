@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longdelta.api import chunk_gated_delta_rule
-from longdelta.errors import InvalidInput, NotYet
+from longdelta.distributed.context import CPContext
+from longdelta.errors import InvalidInput
 from longdelta.nn.conv import ShortConvolution
 
 
@@ -115,7 +116,7 @@ class GatedDeltaNet(nn.Module):
         cu_seqlens_cpu: Tensor | None = None,
         initial_state: LayerState | None = None,
         output_final_state: bool = False,
-        cp_context: object | None = None,
+        cp_context: CPContext | None = None,
     ) -> LayerOutput:
         """Mix the tokens of each document.
 
@@ -125,21 +126,19 @@ class GatedDeltaNet(nn.Module):
             cu_seqlens_cpu: the same on the CPU; saves their copy to the host.
             initial_state: ``LayerState`` before each document; None is zeros.
             output_final_state: also return the ``LayerState`` after each document.
-            cp_context: must be None; context parallelism is not there yet.
+            cp_context: which ranks hold the rest of each document; x is then this rank's rows, and
+                states have a row per document that starts (initial) or ends (final) here.
         Returns:
             ``LayerOutput(y, final_state)``: y like x, zero after the last boundary (for finite x).
         Raises:
             InvalidInput (a ValueError): a shape, dtype, device or offset is wrong.
-            NotYet: cp_context is given.
+            NotYet: as ``causal_conv1d``.
         Source: as the class.
         """
-        if cp_context is not None:
-            raise NotYet(
-                "cp_context must be None, got one; the layer's convolution has no halo yet"
-            )
         conv_state, S_in = (None, None) if initial_state is None else initial_state
-        operands = self.operands(x, cu_seqlens, cu_seqlens_cpu, conv_state, output_final_state)
-        o, final_S = self.mix(operands, cu_seqlens, cu_seqlens_cpu, S_in, output_final_state)
+        places = (cu_seqlens, cu_seqlens_cpu)
+        operands = self.operands(x, *places, conv_state, output_final_state, cp_context)
+        o, final_S = self.mix(operands, *places, S_in, output_final_state, cp_context)
         z = self.z_proj(x).unflatten(-1, (self.HV, self.V))
         y: Tensor = self.o_proj((self.norm(o) * F.silu(z)).flatten(-2))
         if not output_final_state:
@@ -155,6 +154,7 @@ class GatedDeltaNet(nn.Module):
         cu_seqlens_cpu: Tensor | None = None,
         conv_state: Tensor | None = None,
         output_final_state: bool = False,
+        cp_context: CPContext | None = None,
     ) -> Operands:
         """What the op reads of x ``[B, T, hidden]``; arguments and errors as in ``forward``.
 
@@ -166,7 +166,12 @@ class GatedDeltaNet(nn.Module):
                 "unsqueeze a single sequence"
             )
         qkv, conv_state = self.conv(
-            self.qkv_proj(x), cu_seqlens, cu_seqlens_cpu, conv_state, output_final_state
+            self.qkv_proj(x),
+            cu_seqlens,
+            cu_seqlens_cpu,
+            conv_state,
+            output_final_state,
+            cp_context,
         )
         q, k, v = qkv.split([self.H * self.K, self.H * self.K, self.HV * self.V], dim=-1)
         a, b = self.ab_proj(x).chunk(2, dim=-1)
@@ -186,6 +191,7 @@ class GatedDeltaNet(nn.Module):
         cu_seqlens_cpu: Tensor | None = None,
         S_in: Tensor | None = None,
         output_final_state: bool = False,
+        cp_context: CPContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The op on ``operands`` with this layer's gate: o, and S after each document or None.
 
@@ -204,6 +210,7 @@ class GatedDeltaNet(nn.Module):
             allow_neg_eigval=self.allow_neg_eigval,
             cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=cu_seqlens_cpu,
+            cp_context=cp_context,
             use_gate_in_kernel=True,
             A_log=self.A_log,
             dt_bias=self.dt_bias,

@@ -78,7 +78,7 @@ def _adjoint_walks(
         backend.adjoint_summarize(
             *common, d_final_state, operands.scale, tables, dS_border=held["dS_border"]
         )
-        machine.boundary.leave(backend, held["M"], tables, dS_border=held["dS_border"])
+    machine.boundary.leave(backend, held["M"], tables, dS_border=held["dS_border"])
     backend.adjoint_scan(
         *common,
         held["dS_border"],
@@ -90,6 +90,22 @@ def _adjoint_walks(
         d_initial_state=d_initial_state,
     )
     pass_empty_documents(tables.walk.empty, d_final_state, d_initial_state, adjoint=True)
+
+
+def _adjoint_activation(operands: Operands, found: Gradients, used: int) -> None:
+    """Through the activations of raw inputs; rows without a document may hold anything and stay 0."""
+    raw, x = operands.activation, operands
+    if raw.qk_l2norm:
+        found.dq[:used], found.dk[:used] = adjoint_norm(
+            x.q[:used], x.k[:used], found.dq[:used], found.dk[:used]
+        )
+    if raw.beta_sigmoid:
+        found.dbeta[:used] = adjoint_beta(x.beta[:used], found.dbeta[:used], raw.neg_eigval)
+    if raw.gate:
+        assert x.A_log is not None
+        found.dg[:used], found.dA_log, found.ddt_bias = adjoint_gate(
+            x.g[:used], x.A_log, x.dt_bias, found.dg[:used]
+        )
 
 
 def backward(
@@ -109,7 +125,6 @@ def backward(
         None if initial is None else torch.empty(initial.shape, dtype=dtype, device=device)
     )
     _adjoint_walks(x, operands, do, cotangents.d_final_state, machine, held, d_initial_state)
-    raw = operands.activation
     found = Gradients(
         dq=torch.empty(x.q.shape, dtype=x.q.dtype, device=device),
         dk=torch.empty(x.k.shape, dtype=x.k.dtype, device=device),
@@ -137,13 +152,5 @@ def backward(
         dg=found.dg,
         dbeta=found.dbeta,
     )
-    if raw.qk_l2norm:
-        found.dq, found.dk = adjoint_norm(operands.q, operands.k, found.dq, found.dk)
-    if raw.beta_sigmoid:
-        found.dbeta = adjoint_beta(operands.beta, found.dbeta, raw.neg_eigval)
-    if raw.gate:
-        assert operands.A_log is not None
-        found.dg, found.dA_log, found.ddt_bias = adjoint_gate(
-            operands.g, operands.A_log, operands.dt_bias, found.dg
-        )
+    _adjoint_activation(operands, found, tables.walk.used_rows)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from longdelta.kernels.stages import Backend, Tables
@@ -17,6 +18,13 @@ class Boundary(Protocol):
 
     def leave(self, backend: Backend, M: Tensor, tables: Tables, *, dS_border: Tensor) -> None:
         """dS_ext at each border becomes the cotangent that crosses it backwards."""
+
+
+class Context(Protocol):
+    """What the op needs of a context-parallel context (`longdelta.distributed.CPContext`)."""
+
+    def parts(self, HV: int, deterministic: bool, device: torch.device) -> tuple[Tables, Boundary]:
+        """Tables of this rank, and how states cross its borders."""
 
 
 class Segments:

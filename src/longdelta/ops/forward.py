@@ -10,6 +10,7 @@ from torch import Tensor
 from longdelta.kernels.stages import Backend, Tables
 from longdelta.ops.activate import Activated, Activation, activate
 from longdelta.ops.boundary import Boundary
+from longdelta.ops.recompute import RecomputeHandle
 from longdelta.ops.saved import Sizes
 from longdelta.plan.tensors import FORWARD, KEPT, Counts
 
@@ -53,20 +54,19 @@ class Machine:
 def enter_borders(
     x: Activated, operands: Operands, machine: Machine, held: dict[str, Tensor]
 ) -> None:
-    """Summaries of the segments, folded into the state at each border."""
-    if not machine.tables.walk.borders:
-        return
-    machine.backend.summarize(
-        x.k,
-        operands.v,
-        x.beta,
-        held["G"],
-        held["Z"],
-        operands.initial_state,
-        machine.tables,
-        S_border=held["S_border"],
-        M=held["M"],
-    )
+    """Summaries of the segments, folded into the state at each border; every rank joins in."""
+    if machine.tables.walk.borders:
+        machine.backend.summarize(
+            x.k,
+            operands.v,
+            x.beta,
+            held["G"],
+            held["Z"],
+            operands.initial_state,
+            machine.tables,
+            S_border=held["S_border"],
+            M=held["M"],
+        )
     machine.boundary.enter(machine.backend, held["M"], machine.tables, S_border=held["S_border"])
 
 
@@ -92,15 +92,28 @@ def forward(
     saved: Tensor,
     o: Tensor,
     final_state: Tensor | None,
+    recompute: RecomputeHandle | None = None,
 ) -> None:
-    """Writes o, final_state (where asked) and the saved set."""
+    """Writes o, final_state (where asked) and the saved set.
+
+    recompute: keeps the states and maps at borders in a first run, and gives them in a second.
+    """
     tables = machine.tables
     sizes = operands.sizes(tables, machine.name)
     x = operands.activated(sizes.compute_dtype)
     held = sizes.views(KEPT[save], saved)
     held |= sizes.new(tuple(name for name in FORWARD if name not in held), operands.q.device)
     machine.backend.prepare(x.k, x.g, x.beta, tables, G=held["G"], Z=held["Z"])
-    enter_borders(x, operands, machine, held)
+    if recompute is None:
+        enter_borders(x, operands, machine, held)
+    else:
+
+        def entered() -> tuple[Tensor, ...]:
+            enter_borders(x, operands, machine, held)
+            return held["S_border"], held["M"]
+
+        for name, kept in zip(("S_border", "M"), recompute.once(entered), strict=True):
+            held[name].copy_(kept)
     machine.backend.scan(
         x.q,
         x.k,

@@ -1,8 +1,8 @@
 """The two operators that torch sees, `longdelta::forward` and `longdelta::backward`: all stages and
 every exchange lie inside one of them.
 
-The plan enters as the offsets tensor itself: its content never specialises a compiled graph, and
-plans.py turns it into tables at run time. The saved set is one flat tensor of bytes whose size
+The plan enters as the offsets tensor itself, or as the handle of a context: neither content ever
+specialises a compiled graph, and plans.py turns offsets into tables at run time. The saved set is one flat tensor of bytes whose size
 follows from (T, N, HV) alone (plan/tensors.py, Note [Capacity]).
 """
 
@@ -16,8 +16,9 @@ from torch import Tensor
 from longdelta.ops import backward as _backward
 from longdelta.ops import forward as _forward
 from longdelta.ops.activate import Activation
-from longdelta.ops.boundary import Segments
+from longdelta.ops.boundary import Context, Segments
 from longdelta.ops.forward import Machine, Operands
+from longdelta.ops.handles import held_by
 from longdelta.ops.plans import tables_of
 from longdelta.ops.saved import compute_dtype, dtype_name
 from longdelta.ops.select import selected, stages
@@ -25,11 +26,12 @@ from longdelta.plan.tensors import saved_bytes
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float scale, "
+    "Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? context, "
+    "Tensor? recompute, float scale, "
     "bool qk_l2norm, bool gate, bool beta_sigmoid, bool neg_eigval, bool state_v_first, "
-    "bool deterministic, bool output_final_state, str save, str backend"
+    "bool deterministic, bool output_final_state, SymInt final_rows, str save, str backend"
 )
-_TENSORS = 10
+_TENSORS = 12
 _library = torch.library.Library("longdelta", "DEF")
 _library.define(f"forward({_INPUTS}) -> (Tensor o, Tensor final_state, Tensor saved)")
 _library.define(
@@ -52,6 +54,10 @@ class Inputs(NamedTuple):
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
     cu_seqlens_cpu: Tensor | None
+    context: Tensor | None
+    """Handle of a CPContext; cu_seqlens_cpu then holds the boundaries of this rank's fragments."""
+    recompute: Tensor | None
+    """Handle of a RecomputeHandle."""
     scale: float
     qk_l2norm: bool
     gate: bool
@@ -60,6 +66,8 @@ class Inputs(NamedTuple):
     state_v_first: bool
     deterministic: bool
     output_final_state: bool
+    final_rows: int
+    """Rows of final_state: documents, or those that end on this rank."""
     save: str
     backend: str
 
@@ -73,7 +81,8 @@ class Inputs(NamedTuple):
         B, T, HV, V = self.v.shape
         K = self.k.shape[3]
         dtype = compute_dtype(self.q.dtype)
-        shape = [self.documents, HV, V, K] if self.state_v_first else [self.documents, HV, K, V]
+        rows = self.final_rows
+        shape = [rows, HV, V, K] if self.state_v_first else [rows, HV, K, V]
         name = selected(self.q.device, self.q.dtype, K, V, self.backend)
         size = saved_bytes(
             self.save,
@@ -84,6 +93,7 @@ class Inputs(NamedTuple):
             V=V,
             dtype=dtype_name(self.q.dtype),
             backend=name,
+            fragments=self.context is not None,
         )
         o = self.v.new_empty(self.v.shape)
         state = self.q.new_empty(shape if self.output_final_state else [0], dtype=dtype)
@@ -117,17 +127,23 @@ class Inputs(NamedTuple):
 
     def machine(self) -> Machine:
         B, T, HV, V = self.v.shape
-        tables = tables_of(
-            self.cu_seqlens,
-            self.cu_seqlens_cpu,
-            B=B,
-            T=T,
-            HV=HV,
-            deterministic=self.deterministic,
-            device=self.q.device,
-        )
-        name = selected(self.q.device, self.q.dtype, self.k.shape[3], V, self.backend)
-        return Machine(name, stages(name), tables, Segments())
+        device = self.q.device
+        name = selected(device, self.q.dtype, self.k.shape[3], V, self.backend)
+        if self.context is not None:
+            context: Context = held_by(self.context, "cp_context")
+            tables, boundary = context.parts(HV, self.deterministic, device)
+        else:
+            tables = tables_of(
+                self.cu_seqlens,
+                self.cu_seqlens_cpu,
+                B=B,
+                T=T,
+                HV=HV,
+                deterministic=self.deterministic,
+                device=device,
+            )
+            boundary = Segments()
+        return Machine(name, stages(name), tables, boundary)
 
 
 def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,6 +158,7 @@ def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         saved=saved,
         o=o.flatten(0, 1),
         final_state=state,
+        recompute=None if inputs.recompute is None else held_by(inputs.recompute, "recompute"),
     )
     return o, final_state, saved
 
@@ -188,7 +205,17 @@ def _differentiate(ctx: Any, do: Tensor, d_final_state: Tensor, _: Any) -> tuple
     dq, dk, dv, dg, dbeta, d_initial_state, dA_log, ddt_bias = torch.ops.longdelta.backward(
         do, d_final_state if inputs.output_final_state else None, saved, *inputs
     )
-    found = (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state, None, None)
+    found: tuple[Tensor | None, ...] = (
+        dq,
+        dk,
+        dv,
+        dg,
+        dbeta,
+        dA_log,
+        ddt_bias,
+        d_initial_state,
+    )
+    found += (None,) * (_TENSORS - len(found))
     needed = ctx.needs_input_grad[:_TENSORS]
     gradients = [x if need else None for x, need in zip(found, needed, strict=True)]
     return (*gradients, *(None for _ in ctx.options))

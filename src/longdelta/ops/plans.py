@@ -55,7 +55,7 @@ def check_offsets(offsets: tuple[int, ...], rows: int) -> None:
             )
     if offsets[-1] > rows:
         raise InvalidInput(
-            f"cu_seqlens must end within the T = {rows} rows of q; its last entry is {offsets[-1]}"
+            f"cu_seqlens must end within the T = {rows} rows; its last entry is {offsets[-1]}"
         )
 
 

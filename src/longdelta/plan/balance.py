@@ -92,7 +92,7 @@ def _split(
     chosen: list[int] = []
     held = 0
     for rank in sorted(range(len(load)), key=lambda rank: (load[rank], rank)):
-        if chosen and (held >= cost - slack or load[rank] >= share):
+        if chosen and held >= cost - slack:
             break
         chosen.append(rank)
         held += share - load[rank]

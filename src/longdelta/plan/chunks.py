@@ -92,8 +92,8 @@ class Walk:
     """What one rank walks: its chunks, segments and borders, as plain integers.
 
     rows: rows of the packed tensors. documents: documents (or fragments) held. starts, ends: rows
-    of initial_state and final_state. empty: (start, end) rows of documents without tokens, whose state
-    passes through.
+    of initial_state and final_state. empty: (start, end) rows of documents without tokens, whose
+    state passes through.
     """
 
     rows: int

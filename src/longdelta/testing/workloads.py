@@ -125,9 +125,7 @@ class Workload:
         return Cotangents(do.to(device, dtype), state.to(device, wide))
 
 
-_LONG = Workload(
-    lengths=(1100, 70, 600), gates="slow", betas="small", HV=2, tail=3, K=8, V=8
-)
+_LONG = Workload(lengths=(1100, 70, 600), gates="slow", betas="small", HV=2, tail=3, K=8, V=8)
 """Forgets slowly, so that what crosses a border still counts at the next one."""
 
 NAMED = {

@@ -1,0 +1,27 @@
+"""The stages for Hopper GPUs (sm_90a), bf16 q, k, v and K = V = 128, in Gluon.
+
+The forward stages are kernels. The adjoint stages are the eager ones on the tensors of this
+backend, widened to float32: right, and slow.
+"""
+
+from longdelta.kernels.gluon.adjoint import (
+    adjoint_fold,
+    adjoint_scan,
+    adjoint_summarize,
+    fold,
+    gradients,
+    summarize,
+)
+from longdelta.kernels.gluon.prepare import prepare
+from longdelta.kernels.gluon.scan import scan
+
+__all__ = [
+    "adjoint_fold",
+    "adjoint_scan",
+    "adjoint_summarize",
+    "fold",
+    "gradients",
+    "prepare",
+    "scan",
+    "summarize",
+]

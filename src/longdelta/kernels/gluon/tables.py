@@ -1,0 +1,84 @@
+"""The tables of a plan as the kernels read them: int32 on the device, made once per plan.
+
+chunks [chunks, 2]: (row, tokens). tasks [segments, 8]: (first chunk, chunks, start, end, enter,
+leave, map, 0), longest first, so that the last programs to start are the short ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from longdelta.kernels.stages import Chains, Tables
+from longdelta.plan.chunks import Segment
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Segments that one stage walks."""
+
+    rows: Tensor
+    count: int
+    chunks: int
+    """Of all of them."""
+
+
+class DeviceTables:
+    """Int32 tables of one plan on one device."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._walk = tables.walk
+        self._device = tables.device
+        self._folds: dict[Chains, tuple[Tensor, int]] = {}
+
+    def _upload(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int32).reshape(-1, width).to(self._device)
+
+    @cached_property
+    def chunks(self) -> Tensor:
+        walk = self._walk
+        return self._upload(list(zip(walk.chunk_row, walk.chunk_length, strict=True)), 2)
+
+    def _tasks(self, segments: Sequence[Segment]) -> Tasks:
+        segments = sorted(segments, key=lambda s: -s.chunks)
+        rows = [
+            (s.first_chunk, s.chunks, s.start, s.end, s.enter, s.leave, s.map, 0) for s in segments
+        ]
+        return Tasks(self._upload(rows, 8), len(rows), sum(s.chunks for s in segments))
+
+    @cached_property
+    def scan(self) -> Tasks:
+        return self._tasks(self._walk.segments)
+
+    @cached_property
+    def summarize(self) -> Tasks:
+        """Segments that leave through a border, those with a map (two walks each) ahead."""
+        held = [s for s in self._walk.segments if s.leave >= 0]
+        return self._tasks(held)
+
+    def fold(self, chains: Chains) -> tuple[Tensor, int]:
+        """[1 + chains + steps..]: where each chain's steps start, then (map, enter, leave) of each."""
+        if chains not in self._folds:
+            starts, steps = [0], []
+            for chain in chains:
+                steps += [self._walk.segments[index] for index in chain]
+                starts.append(len(steps))
+            flat = starts + [x for s in steps for x in (s.map, s.enter, s.leave)]
+            self._folds[chains] = (self._upload([flat], len(flat)), len(chains))
+        return self._folds[chains]
+
+
+_made: weakref.WeakKeyDictionary[Tables, DeviceTables] = weakref.WeakKeyDictionary()
+
+
+def tables_of(tables: Tables) -> DeviceTables:
+    """The int32 tables that belong to a plan's `Tables`."""
+    made = _made.get(tables)
+    if made is None:
+        made = _made[tables] = DeviceTables(tables)
+    return made

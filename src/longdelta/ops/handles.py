@@ -1,0 +1,38 @@
+"""Objects that travel through an operator as a 0-d tensor.
+
+An operator's schema takes tensors. A handle is a 0-d int64 CPU tensor that names an object in a
+weak table: a compiled graph does not specialise on it, and an object that is gone is an error, not
+a wrong answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longdelta.errors import InvalidInput
+
+_held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_next = itertools.count(1)
+
+
+def handle_of(thing: object) -> Tensor:
+    """A new handle; the table does not keep the object alive."""
+    number = next(_next)
+    _held[number] = thing
+    return torch.tensor(number, dtype=torch.int64)
+
+
+def held_by(handle: Tensor, name: str) -> Any:
+    """The object behind a handle."""
+    thing = _held.get(int(handle))
+    if thing is None:
+        raise InvalidInput(
+            f"{name} must be alive when the operation runs, in the backward too; it was collected. "
+            "Keep a reference to it until the backward is done"
+        )
+    return thing

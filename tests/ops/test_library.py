@@ -1,0 +1,201 @@
+"""The two operators as torch sees them: checks of the registration, fake tensors, compilation."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from longdelta import api, chunk_gated_delta_rule
+from longdelta.plan.tensors import saved_bytes
+from longdelta.testing.workloads import (
+    LEAVES,
+    NAMED,
+    Results,
+    Workload,
+    assert_bitwise,
+    evaluate,
+)
+
+RAW = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "allow_neg_eigval": True,
+}
+SETS = {
+    # workload, dtype, options
+    "packed": (NAMED["mild"], torch.float32, {"save": "light"}),
+    "split_and_saved": (NAMED["split_groups"], torch.bfloat16, {"save": "full"}),
+    "nothing_optional": (
+        Workload(lengths=(70,), tail=0, initial=False),
+        torch.float64,
+        {"save": "none", "output_final_state": False},
+    ),
+    "raw_and_transposed": (
+        Workload(lengths=(70,), tail=3, V=8),
+        torch.float32,
+        {"save": "light", "state_v_first": True, **RAW},
+    ),
+}
+
+
+@pytest.fixture(params=SETS)
+def arguments(request) -> tuple:
+    """Arguments of `longdelta::forward`, leaves that require gradients included."""
+    work, dtype, options = SETS[request.param]
+    x = work.inputs(dtype)
+    given = {name: getattr(x, name) for name in LEAVES}
+    if options.get("use_gate_in_kernel"):
+        given |= {"A_log": torch.zeros(work.HV), "dt_bias": torch.ones(work.HV)}
+    given = {
+        name: None if y is None else y.clone().requires_grad_() for name, y in given.items()
+    }
+    options = {"output_final_state": True} | options
+    return tuple(api._inputs(**given, cu_seqlens=x.cu_seqlens, **options))
+
+
+def test_the_forward_operator_passes_opcheck(arguments):
+    checks = torch.library.opcheck(torch.ops.longdelta.forward.default, arguments)
+    assert set(checks.values()) == {"SUCCESS"}
+
+
+def test_the_backward_operator_passes_opcheck(arguments):
+    plain = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
+    o, final_state, saved = torch.ops.longdelta.forward(*plain)
+    d_state = torch.ones_like(final_state) if final_state.numel() else None
+    checks = torch.library.opcheck(
+        torch.ops.longdelta.backward.default, (torch.ones_like(o), d_state, saved, *plain)
+    )
+    assert set(checks.values()) == {"SUCCESS"}
+
+
+def test_fake_tensors_have_the_shapes_dtypes_and_strides_of_real_ones(arguments):
+    plain = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
+    real = torch.ops.longdelta.forward(*plain)
+    d_state = torch.ones_like(real[1])
+    gradients = torch.ops.longdelta.backward(torch.ones_like(real[0]), d_state, real[2], *plain)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in plain]
+        fake = torch.ops.longdelta.forward(*fakes)
+        fake_gradients = torch.ops.longdelta.backward(fake[0], fake[1], fake[2], *fakes)
+    for x, y in zip((*real, *gradients), (*fake, *fake_gradients), strict=True):
+        assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+    saved = fake[2]
+    T, N = plain[0].shape[1], real[1].shape[0]
+    if N:
+        HV, K, V = plain[2].shape[2], plain[1].shape[3], plain[2].shape[3]
+        kept = next(x for x in plain if x in ("none", "light", "full") and isinstance(x, str))
+        name = str(plain[0].dtype).removeprefix("torch.")
+        assert saved.shape[0] == saved_bytes(kept, T=T, N=N, HV=HV, K=K, V=V, dtype=name)
+
+
+@pytest.fixture
+def compiled():
+    """Compiles with a counter of graphs; dynamo's caches are emptied before and after."""
+    torch._dynamo.reset()
+    yield lambda function, backend="aot_eager": _compile(function, backend)
+    torch._dynamo.reset()
+
+
+def _compile(function: Callable, backend: str) -> tuple[Callable, CompileCounterWithBackend]:
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
+
+
+def op(q, k, v, g, beta, initial_state, cu_seqlens):
+    """What a layer does around the op, so that the graph holds more than one node."""
+    o, state = chunk_gated_delta_rule(
+        *(2 * q, k, v, g, beta),
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        output_final_state=True,
+    )
+    return o + v, state
+
+
+def both_ways(function, work: Workload) -> Results:
+    """Outputs and gradients of a function with op's signature."""
+    x, cotangents = work.inputs(torch.float32), work.cotangents(torch.float32)
+    leaves = [getattr(x, name).clone().requires_grad_() for name in LEAVES]
+    outputs = function(*leaves, x.cu_seqlens)
+    found = torch.autograd.grad(outputs, leaves, cotangents)
+    return Results(*(y.detach() for y in outputs), *found)
+
+
+SHAPES = [
+    Workload(lengths=(64,), tail=0),
+    Workload(lengths=(65,), tail=0),
+    Workload(lengths=(300, 0, 1, 90, 609), tail=7),  # several documents, one of them split
+]
+
+
+def test_a_compiled_call_gives_the_bits_of_an_eager_one_for_every_shape(compiled):
+    function, counter = compiled(op)
+    for work in SHAPES:
+        assert_bitwise(both_ways(function, work), both_ways(op, work))
+    assert counter.frame_count <= 2
+
+
+def test_a_call_compiled_by_inductor_gives_the_bits_of_an_eager_one(compiled):
+    function, _ = compiled(op, "inductor")
+    for work in SHAPES[1:]:
+        assert_bitwise(both_ways(function, work), both_ways(op, work))
+
+
+def test_random_packings_compile_a_handful_of_times(compiled):
+    function, counter = compiled(op)
+    draw = random.Random(7)
+    for step in range(20):
+        lengths = tuple(draw.randrange(1, 90) for _ in range(draw.randrange(1, 6)))
+        work = Workload(lengths=lengths, tail=draw.randrange(3), K=4, V=4, HV=2, seed=step)
+        found = both_ways(function, work)
+        if step % 5 == 0:
+            assert_bitwise(found, both_ways(op, work))
+    # One graph, and at most one more each for T, N and the tail at the values 0 and 1.
+    assert counter.frame_count <= 4
+
+
+def test_boundaries_of_another_content_need_no_new_graph(compiled):
+    function, counter = compiled(op)
+    works = [Workload(lengths=lengths, tail=0) for lengths in ((50, 70), (119, 1), (0, 120))]
+    for work in works:
+        assert_bitwise(both_ways(function, work), both_ways(op, work))
+    assert counter.frame_count == 1
+
+
+def test_a_batch_without_boundaries_compiles_and_keeps_its_bits(compiled):
+    def plain(q, k, v, g, beta, initial_state, cu_seqlens):
+        return chunk_gated_delta_rule(
+            q, k, v, g, beta, initial_state=initial_state, output_final_state=True, save="full"
+        )
+
+    function, counter = compiled(plain)
+    for tokens in (70, 130, 600):
+        work = replace(NAMED["mild"], lengths=(tokens,), tail=0)
+        out = both_ways(function, work)
+        inputs, cotangents = work.inputs(torch.float32), work.cotangents(torch.float32)
+        assert_bitwise(out, evaluate(inputs.with_(cu_seqlens=None), cotangents))
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_call_without_gradients_runs_and_keeps_its_bits(compiled):
+    function, _ = compiled(op)
+    x = NAMED["mild"].inputs(torch.float32)
+    given = [getattr(x, name) for name in LEAVES]
+    with torch.no_grad():
+        found = function(*given, x.cu_seqlens)
+    for y, z in zip(found, op(*given, x.cu_seqlens), strict=True):
+        assert torch.equal(y, z)
+
+
+def test_a_compiled_call_refuses_wrong_shapes_by_name(compiled):
+    function, _ = compiled(op)
+    x = NAMED["mild"].inputs(torch.float32)
+    given = [getattr(x, name) for name in LEAVES]
+    given[3] = given[3][..., :1]
+    with pytest.raises(Exception, match="g must be"):
+        function(*given, x.cu_seqlens)

@@ -1,0 +1,97 @@
+"""What a call keeps and takes, to the byte."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longdelta import gdn_forward
+from longdelta.ops import saved as saved_module
+from longdelta.ops.saved import Sizes
+from longdelta.plan.chunks import walk
+from longdelta.plan.tensors import Counts, saved_bytes, workspace_bytes
+from longdelta.testing.workloads import NAMED, Workload, evaluate
+
+WORK = NAMED["split_groups"]
+DIMS = {"HV": WORK.HV, "K": WORK.K, "V": WORK.V}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("save", ["none", "light", "full"])
+def test_the_saved_tensor_has_the_bytes_that_the_plan_states(save, dtype):
+    x = WORK.inputs(dtype)
+    packed = (x.q, x.k, x.v, x.g, x.beta)
+    found = gdn_forward(*packed, cu_seqlens=x.cu_seqlens, save=save).saved.tensor
+    stated = saved_bytes(
+        save, T=WORK.rows, N=len(WORK.lengths), dtype=str(dtype).removeprefix("torch."), **DIMS
+    )
+    assert found.numel() * found.element_size() == stated
+    assert (stated == 0) == (save == "none")
+
+
+@pytest.fixture
+def buffers(monkeypatch) -> Iterator[list[int]]:
+    """Bytes of every workspace that a call allocates."""
+    found: list[int] = []
+    original = Sizes.new
+
+    def new(self, names, device):
+        views = original(self, names, device)
+        found.append(self._layout(names)[1])
+        for view in views.values():
+            assert view.untyped_storage().nbytes() == found[-1]
+        return views
+
+    monkeypatch.setattr(saved_module.Sizes, "new", new)
+    yield found
+
+
+@pytest.mark.parametrize("save", ["none", "light", "full"])
+def test_the_workspace_has_the_bytes_that_the_plan_states(buffers, save):
+    evaluate(WORK.inputs(torch.bfloat16), WORK.cotangents(torch.bfloat16), save=save)
+    counts = Counts.of(walk(WORK.offsets, WORK.HV, rows=WORK.rows))
+    assert counts.maps > 0
+    assert tuple(buffers) == workspace_bytes(counts, save=save, **DIMS)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns, and the sum of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.itemsize)
+                self.total += x.numel()
+        return result
+
+
+def measured(tokens: int) -> Largest:
+    work = Workload(lengths=(tokens,), gates="slow", H=1, HV=1, K=8, V=8, tail=0)
+    inputs, cotangents = work.inputs(torch.float32), work.cotangents(torch.float32)
+    with Largest() as found:
+        evaluate(inputs, cotangents, save="full")
+    return found
+
+
+def test_memory_grows_linearly_and_nothing_of_tokens_by_tokens_is_built():
+    short, long = measured(1024), measured(4096)
+    assert long.elements <= 4 * short.elements
+    assert long.total <= 4.5 * short.total
+    assert long.elements < 4096 * 4096 // 8
+
+
+def test_views_of_a_buffer_do_not_overlap_and_start_aligned():
+    counts = Counts(chunks=5, borders=2, maps=1)
+    sizes = Sizes(counts, HV=3, K=5, V=7, dtype=torch.bfloat16, backend="eager")
+    names = ("G", "Z", "S_border", "M")
+    views = sizes.new(names, torch.device("cpu"))
+    for index, view in enumerate(views.values()):
+        view.fill_(index)
+        assert view.storage_offset() * view.itemsize % 256 == 0
+    assert [view.unique().tolist() for view in views.values()] == [[0.0], [1.0], [2.0], [3.0]]
