@@ -473,11 +473,11 @@ def _check_context(inputs: Inputs, cp_context: Any) -> tuple[int, int]:
 
 def _require(name: str, x: object, shape: Any, *, like: Tensor, hint: str = "") -> None:
     """A float tensor of this shape on q's device."""
-    what = "[" + ", ".join(map(str, shape)) + "]"
     if not isinstance(x, Tensor):
-        raise InvalidInput(f"{name} must be a tensor {what}; got {type(x).__name__}{hint}")
+        came = type(x).__name__
+        raise InvalidInput(f"{name} must be a tensor {list(shape)}; got {came}{hint}")
     if tuple(x.shape) != tuple(shape):
-        raise InvalidInput(f"{name} must be {what}; got {list(x.shape)}{hint}")
+        raise InvalidInput(f"{name} must be {list(shape)}; got {list(x.shape)}{hint}")
     if x.dtype not in _DTYPES:
         raise InvalidInput(
             f"{name} must be bfloat16, float16, float32 or float64; got {x.dtype}; cast it"

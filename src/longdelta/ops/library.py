@@ -78,8 +78,9 @@ class Inputs(NamedTuple):
 
     def new_outputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """o, final_state and saved, unwritten; final_state is empty where nobody asked for it."""
-        B, T, HV, V = self.v.shape
-        K = self.k.shape[3]
+        B, T = self.v.shape[:2]
+        # int: heads and dims decide the backend and the plan, so a compiled graph is for its own.
+        HV, V, K = int(self.v.shape[2]), int(self.v.shape[3]), int(self.k.shape[3])
         dtype = compute_dtype(self.q.dtype)
         rows = self.final_rows
         shape = [rows, HV, V, K] if self.state_v_first else [rows, HV, K, V]
