@@ -210,6 +210,20 @@ def repeat() -> None:
 _flush: list[Tensor] = []
 
 
+def graphed(f: Any) -> Any:
+    """The launches of f as a CUDA graph, so that the host's time is left out."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        f()
+        f()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+    return graph.replay
+
+
 def median_ms(f: Any) -> float:
     if not _flush:
         _flush.append(torch.empty(64 << 20, dtype=torch.int32, device=DEVICE))
@@ -244,11 +258,14 @@ def timing() -> None:
             x = problem(lengths, H, HV, "model")
             f = Forward(gluon, x, wide=False, deterministic=deterministic)
             f()
-            parts = {p: median_ms(getattr(f, p)) for p in ("prepare", "summarize", "fold", "scan")}
-            whole = median_ms(f)
+            names = ["prepare", "summarize", "fold", "scan"]
+            if not f.tables.walk.borders:
+                names = ["prepare", "scan"]
+            parts = {p: median_ms(graphed(getattr(f, p))) for p in names}
+            eager_ms, whole = median_ms(f), median_ms(graphed(f))
             heads = f.tables.walk.chunks * HV
             print(
-                f"{name:24} det={deterministic!s:5} forward {whole:.3f} ms |",
+                f"{name:24} det={deterministic!s:5} forward {whole:.3f} ms (eager {eager_ms:.3f}) |",
                 " ".join(f"{p} {t:.3f}" for p, t in parts.items()),
                 f"| scan {parts['scan'] * 132e3 / heads:.2f} prepare {parts['prepare'] * 132e3 / heads:.2f} us per chunk-head and SM",
                 flush=True,
@@ -276,7 +293,15 @@ def peers() -> None:
         print(f"{name:24} FlashQLA {median_ms(run):.3f} ms, ours {median_ms(f):.3f}; first call {time.time() - start:.0f} s; o differs by {relative_l2(o[0][0], f.o):.1e}", flush=True)
 
 
+def once() -> None:
+    """One forward, for a profiler."""
+    torch.manual_seed(0)
+    f = Forward(gluon, problem([32768], 16, 32, "model"), wide=False)
+    f()
+    torch.cuda.synchronize()
+
+
 if __name__ == "__main__":
     wanted = sys.argv[1:] or ["check", "leaks", "repeat", "time"]
     for part in wanted:
-        {"check": check, "leaks": leaks, "repeat": repeat, "time": timing, "peers": peers}[part]()
+        {"check": check, "leaks": leaks, "repeat": repeat, "time": timing, "peers": peers, "once": once}[part]()

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from longdelta.errors import InvalidInput, NotYet
 from longdelta.ops.library import Inputs
-from longdelta.ops.recompute import RecomputeHandle, active
 from longdelta.ops.plans import host_offsets
+from longdelta.ops.recompute import RecomputeHandle, active
 from longdelta.ops.select import BACKENDS
 from longdelta.plan.tensors import SAVE_MODES
 
@@ -364,7 +364,8 @@ def _call(inputs: Inputs) -> tuple[object, ...]:
 
 def _resolve_scale(scale: float | None, q: Tensor) -> float:
     if scale is None:
-        return float(q.shape[-1] ** -0.5) if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
+        measured = isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] > 0
+        return float(q.shape[-1] ** -0.5) if measured else 1.0
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise InvalidInput(f"scale must be a number or None; got {type(scale).__name__}")
     return float(scale)

@@ -1,6 +1,6 @@
 """Backends and devices on which the stage tests run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ _GPU = {"cuda": [pytest.mark.gpu], "cpu": []}
 
 
 @pytest.fixture(params=[pytest.param(m, marks=_GPU[m[1]], id="-".join(m)) for m in MACHINES])
-def machine(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+def machine(request: pytest.FixtureRequest) -> tuple[str, str]:
     """(backend, device)."""
     return request.param
 

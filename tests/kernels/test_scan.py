@@ -39,9 +39,7 @@ def test_scan_gives_the_references_outputs_under_strong_decay(backend, case_of, 
 
 def test_scan_gives_the_same_bits_with_and_without_tapes_and_outputs(backend, case_of):
     case = case_of("split_documents")
-    full = run_stage(
-        backend.scan, *operands(case), **case.poisoned("o", "final_state", "S", "Uh")
-    )
+    full = run_stage(backend.scan, *operands(case), **case.poisoned("o", "final_state", "S", "Uh"))
     forward = case.poisoned("o", "final_state")
     backend.scan(*operands(case), **forward, S=None, Uh=None)
     tapes = case.poisoned("S", "Uh")

@@ -1,4 +1,4 @@
-"""The op inside autograd: which gradients, strides, a second backward, checkpoints, explicit calls."""
+"""The op inside autograd: subsets, strides, second backwards, checkpoints, explicit calls."""
 
 from itertools import chain, combinations
 
@@ -121,6 +121,31 @@ def test_checkpointing_gives_the_bits_of_a_plain_call(reentrant, save):
     torch.autograd.backward((o, state), cotangents)
     out = Results(o.detach(), state.detach(), *(x.grad for x in leaves))
     assert_bitwise(out, evaluate(inputs, cotangents, save=save))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_around_the_op_changes_no_bit(dtype):
+    inputs, cotangents = WORK.inputs(dtype), WORK.cotangents(dtype)
+    plain = evaluate(inputs, cotangents)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_bitwise(evaluate(inputs, cotangents), plain)
+
+
+def test_inference_mode_gives_the_bits_of_a_plain_call():
+    plain = evaluate(WORK.inputs(torch.float32), WORK.cotangents(torch.float32))
+    with torch.inference_mode():
+        inputs = WORK.inputs(torch.float32)
+        out = evaluate(inputs, WORK.cotangents(torch.float32), leaves=())
+    assert_bitwise(out, plain)
+
+
+def test_boundaries_changed_between_forward_and_backward_raise():
+    x = NAMED["mild"].inputs(torch.float32)
+    q = x.q.clone().requires_grad_()
+    o, _ = chunk_gated_delta_rule(q, x.k, x.v, x.g, x.beta, cu_seqlens=x.cu_seqlens)
+    x.cu_seqlens[1] += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
 
 
 def explicit_options(inputs):

@@ -51,14 +51,14 @@ def arguments(request) -> tuple:
     given = {name: getattr(x, name) for name in LEAVES}
     if options.get("use_gate_in_kernel"):
         given |= {"A_log": torch.zeros(work.HV), "dt_bias": torch.ones(work.HV)}
-    given = {
-        name: None if y is None else y.clone().requires_grad_() for name, y in given.items()
-    }
+    given = {name: None if y is None else y.clone().requires_grad_() for name, y in given.items()}
     options = {"output_final_state": True} | options
     return tuple(api._inputs(**given, cu_seqlens=x.cu_seqlens, **options))
 
 
 def test_the_forward_operator_passes_opcheck(arguments):
+    # The saved set has unused bytes between and after its tensors: this mode fills them alike.
+    torch.use_deterministic_algorithms(True)
     checks = torch.library.opcheck(torch.ops.longdelta.forward.default, arguments)
     assert set(checks.values()) == {"SUCCESS"}
 
@@ -116,6 +116,17 @@ def op(q, k, v, g, beta, initial_state, cu_seqlens):
     return o + v, state
 
 
+def bare(q, k, v, g, beta, initial_state, cu_seqlens):
+    """The op alone, for which inductor needs no C++ compiler."""
+    return chunk_gated_delta_rule(
+        *(q, k, v, g, beta),
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        output_final_state=True,
+        save="full",
+    )
+
+
 def both_ways(function, work: Workload) -> Results:
     """Outputs and gradients of a function with op's signature."""
     x, cotangents = work.inputs(torch.float32), work.cotangents(torch.float32)
@@ -140,9 +151,10 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one_for_every_shape(compiled
 
 
 def test_a_call_compiled_by_inductor_gives_the_bits_of_an_eager_one(compiled):
-    function, _ = compiled(op, "inductor")
-    for work in SHAPES[1:]:
-        assert_bitwise(both_ways(function, work), both_ways(op, work))
+    function, counter = compiled(bare, "inductor")
+    for work in SHAPES:
+        assert_bitwise(both_ways(function, work), both_ways(bare, work))
+    assert counter.frame_count <= 2
 
 
 def test_random_packings_compile_a_handful_of_times(compiled):
@@ -167,12 +179,7 @@ def test_boundaries_of_another_content_need_no_new_graph(compiled):
 
 
 def test_a_batch_without_boundaries_compiles_and_keeps_its_bits(compiled):
-    def plain(q, k, v, g, beta, initial_state, cu_seqlens):
-        return chunk_gated_delta_rule(
-            q, k, v, g, beta, initial_state=initial_state, output_final_state=True, save="full"
-        )
-
-    function, counter = compiled(plain)
+    function, counter = compiled(lambda *given: bare(*given[:6], None))
     for tokens in (70, 130, 600):
         work = replace(NAMED["mild"], lengths=(tokens,), tail=0)
         out = both_ways(function, work)

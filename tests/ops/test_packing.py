@@ -16,6 +16,7 @@ from longdelta.testing.workloads import (
     assert_results,
     evaluate,
     expected,
+    reference_results,
 )
 
 
@@ -114,7 +115,7 @@ def test_rows_after_the_last_document_give_zeros_through_every_activation(value)
         assert not x[:, work.offsets[-1] :].any(), name
 
 
-def test_documents_do_not_leak_into_each_other(run, machine):
+def test_documents_do_not_leak_into_each_other():
     # Slow decay: a state that crossed a boundary would show.
     work = Workload(lengths=(37, 51, 40), gates=-0.05, tail=0)
     inputs, cotangents = work.inputs(), work.cotangents()
@@ -150,6 +151,36 @@ def test_changing_one_document_changes_no_bit_of_another():
     assert torch.equal(before.d_initial_state[1:], after.d_initial_state[1:])
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_what_is_not_finite_in_one_document_stays_in_it(machine, name):
+    # The batch's first row above all: places of a ragged chunk without a token point at it.
+    backend, device = machine
+    work = Workload(lengths=(3, 70, 1), tail=2)
+    inputs = work.inputs(torch.float32, device)
+    cotangents = work.cotangents(torch.float32, device)
+    before = evaluate(inputs, cotangents, backend=backend)
+    getattr(inputs, name)[:, 0] = float("nan")
+    after = evaluate(inputs, cotangents, backend=backend)
+    assert after.o[:, :3].isnan().any()
+    for field in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        x, y = getattr(after, field)[:, 3:], getattr(before, field)[:, 3:]
+        assert torch.equal(x, y), field
+    assert torch.equal(after.final_state[1:], before.final_state[1:])
+    assert torch.equal(after.d_initial_state[1:], before.d_initial_state[1:])
+
+
+def test_a_reset_at_the_first_token_of_the_batch_matches_the_recurrence(machine):
+    backend, device = machine
+    work = Workload(lengths=(5, 70), tail=2)
+    inputs, cotangents = work.inputs(), work.cotangents()
+    g = inputs.g.clone()
+    g[:, 0] = float("-inf")
+    inputs = inputs.with_(g=g)
+    ref = reference_results(inputs, cotangents, scale=work.scale, offsets=work.offsets)
+    moved = Cotangents(*(x.to(device) for x in cotangents))
+    assert_results(evaluate(inputs.to(device), moved, backend=backend), ref, EAGER)
+
+
 def test_a_batch_of_rows_equals_the_same_rows_packed_bitwise(machine):
     backend, device = machine
     work = Workload(lengths=(100, 100, 100), tail=0)
@@ -165,8 +196,7 @@ def test_a_batch_of_rows_equals_the_same_rows_packed_bitwise(machine):
     )
     out = evaluate(batch, cotangents._replace(do=rows(cotangents.do)), backend=backend)
     flat = [
-        x if name.endswith("state") else x.flatten(0, 1)[None]
-        for name, x in out._asdict().items()
+        x if name.endswith("state") else x.flatten(0, 1)[None] for name, x in out._asdict().items()
     ]
     assert_bitwise(type(out)(*flat), packed)
 

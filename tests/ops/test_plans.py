@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from longdelta import InvalidInput, chunk_gated_delta_rule
 from longdelta.ops import plans
@@ -42,9 +43,7 @@ def test_int32_int64_and_the_host_copy_give_the_same_bits(machine):
         (None, offsets),
         (offsets.to(device), offsets.int()),
     ):
-        out = evaluate(
-            inputs.with_(cu_seqlens=x), cotangents, cu_seqlens_cpu=host, backend=backend
-        )
+        out = evaluate(inputs.with_(cu_seqlens=x), cotangents, cu_seqlens_cpu=host, backend=backend)
         assert_bitwise(out, ref)
 
 
@@ -54,6 +53,35 @@ def test_boundaries_are_read_once_for_many_calls_and_their_backward(reads):
     for _ in range(3):
         assert_bitwise(run(cu_seqlens), first)
     assert len(reads) == 1
+
+
+@pytest.mark.parametrize("around", ["checkpoint", "compile"])
+def test_two_layers_read_the_boundaries_once_under(reads, around):
+    x = WORK.inputs(torch.float32)
+
+    def layers(q, k, v, g, beta, cu_seqlens):
+        o, _ = chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens)
+        return chunk_gated_delta_rule(q, k, o, g, beta, cu_seqlens=cu_seqlens)[0]
+
+    if around == "compile":
+        torch._dynamo.reset()
+        run_layers = torch.compile(layers, backend="aot_eager", fullgraph=True, dynamic=True)
+    else:
+
+        def run_layers(*given):
+            return checkpoint(layers, *given, use_reentrant=False)
+
+    leaves = [y.clone().requires_grad_() for y in (x.q, x.k, x.v, x.g, x.beta)]
+    found = []
+    for _ in range(2):
+        o = run_layers(*leaves, x.cu_seqlens)
+        found.append(torch.autograd.grad(o, leaves, torch.ones_like(o)))
+    assert len(reads) == 1
+    o = layers(*leaves, x.cu_seqlens)
+    plain = torch.autograd.grad(o, leaves, torch.ones_like(o))
+    for gradients in found:
+        for y, z in zip(gradients, plain, strict=True):
+            assert torch.equal(y, z)
 
 
 def test_boundaries_changed_in_place_are_read_again(reads):

@@ -1,7 +1,5 @@
 """What a call keeps and takes, to the byte."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +29,7 @@ def test_the_saved_tensor_has_the_bytes_that_the_plan_states(save, dtype):
 
 
 @pytest.fixture
-def buffers(monkeypatch) -> Iterator[list[int]]:
+def buffers(monkeypatch) -> list[int]:
     """Bytes of every workspace that a call allocates."""
     found: list[int] = []
     original = Sizes.new
@@ -44,7 +42,7 @@ def buffers(monkeypatch) -> Iterator[list[int]]:
         return views
 
     monkeypatch.setattr(saved_module.Sizes, "new", new)
-    yield found
+    return found
 
 
 @pytest.mark.parametrize("save", ["none", "light", "full"])

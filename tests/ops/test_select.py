@@ -25,7 +25,7 @@ def test_support_refuses_a_backend_that_cannot_run_with_its_reason_and_a_way_out
 
 
 def test_support_refuses_an_unknown_backend_by_name():
-    with pytest.raises(InvalidInput, match="backend must be one of .*got 'fast'"):
+    with pytest.raises(InvalidInput, match=r"backend must be one of .*got 'fast'"):
         support(backend="fast")
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdelta.testing.budgets import EAGER
+from longdelta import chunk_gated_delta_rule
+from longdelta.testing.budgets import EAGER, FLOAT64, assert_within
 from longdelta.testing.workloads import (
     NAMED,
     Cotangents,
@@ -59,32 +60,57 @@ def test_op_stays_finite_and_exact_for_any_constant_gate(run, gate):
     work = Workload(gates=gate)
     mild = expected(Workload(), torch.float32)
     out = run(work, torch.float32)
-    assert_results(
-        out, expected(work, torch.float32), EAGER, scale=mild, vanishing=VANISHING
-    )
+    assert_results(out, expected(work, torch.float32), EAGER, scale=mild, vanishing=VANISHING)
 
 
-def test_op_matches_the_recurrence_where_gates_alternate_between_none_and_strong(run, machine):
+def test_op_matches_the_recurrence_where_gates_alternate_between_none_and_strong(machine):
     work = Workload(tail=0)
+    backend, device = machine
     inputs, cotangents = work.inputs(torch.float32), work.cotangents(torch.float32)
     g = torch.zeros_like(inputs.g)
     g[:, 1::2] = -20.0
     inputs = inputs.with_(g=g)
     ref = reference_results(inputs, cotangents, scale=work.scale, offsets=work.offsets)
-    moved = inputs.with_(**{n: getattr(inputs, n).to(machine[1]) for n in ("q", "k", "v", "g")})
-    moved = moved.with_(
-        **{n: getattr(inputs, n).to(machine[1]) for n in ("beta", "initial_state")}
-    )
-    out = evaluate(
-        moved,
-        Cotangents(*(x.to(machine[1]) for x in cotangents)),
-        backend=machine[0],
-    )
+    moved = Cotangents(*(x.to(device) for x in cotangents))
+    out = evaluate(inputs.to(device), moved, backend=backend)
     mild = expected(work, torch.float32)
     assert_results(out, ref, EAGER, scale=mild, vanishing=VANISHING)
 
 
-def test_op_starts_a_document_at_a_gate_of_minus_infinity(run, machine):
+def test_op_decays_before_it_corrects_and_reads_after_it_writes():
+    # By hand, K = V = 1, k = q = 1, beta = 1/2, scale = 1, from a state of 8:
+    #   P = 8 / 2 = 4, u = (2 - 4) / 2 = -1, S = 3, o = 3; then P = 1.5, u = (6.5 - 1.5) / 2, S = 4
+    half = torch.tensor(0.5, dtype=torch.float64)
+    ones = torch.ones(1, 2, 1, 1, dtype=torch.float64)
+    v = torch.tensor([2.0, 6.5], dtype=torch.float64).view(1, 2, 1, 1)
+    g, beta = half.log().expand(1, 2, 1), half.expand(1, 2, 1)
+    state = torch.full((1, 1, 1, 1), 8.0, dtype=torch.float64)
+    o, final_state = chunk_gated_delta_rule(
+        ones, ones, v, g, beta, initial_state=state, output_final_state=True
+    )
+    hand = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert_within("o", o.flatten(), hand, FLOAT64)
+    assert_within("final_state", final_state.flatten(), hand[1:], FLOAT64)
+
+
+def test_op_keeps_its_digits_through_thousands_of_reflections():
+    # beta near 2: the rule hardly contracts, and errors would pile up.
+    work = Workload(lengths=(2500,), gates=-1e-3, H=1, HV=2, K=16, V=8, tail=0)
+    inputs, cotangents = work.inputs(torch.float32), work.cotangents(torch.float32)
+    inputs = inputs.with_(beta=2 * torch.sigmoid(3 + torch.randn_like(inputs.beta)))
+    ref = reference_results(inputs, cotangents, scale=work.scale, offsets=work.offsets)
+    assert_results(evaluate(inputs, cotangents), ref, EAGER)
+
+
+def test_op_takes_large_values_in_float16():
+    work = Workload(K=32, V=32)
+    inputs, cotangents = work.inputs(torch.float16), work.cotangents(torch.float16)
+    inputs = inputs.with_(v=100 * inputs.v)
+    ref = reference_results(inputs, cotangents, scale=work.scale, offsets=work.offsets)
+    assert_results(evaluate(inputs, cotangents), ref, EAGER)
+
+
+def test_op_starts_a_document_at_a_gate_of_minus_infinity():
     # Everything after the reset equals a run of its own from a zero state.
     work = Workload(lengths=(150,), tail=0, initial=False)
     inputs, cotangents = work.inputs(), work.cotangents()
@@ -103,7 +129,7 @@ def test_op_starts_a_document_at_a_gate_of_minus_infinity(run, machine):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
-def test_op_scales_the_query_by_what_it_is_told(machine, scale):
+def test_op_scales_the_query_by_what_it_is_told(scale):
     work = NAMED["mild"]
     inputs, cotangents = work.inputs(), work.cotangents()
     ref = reference_results(inputs, cotangents, scale=scale, offsets=work.offsets)

@@ -6,6 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from longdelta.kernels.stages import Tables
 from longdelta.ops.boundary import Boundary, Segments
 from longdelta.ops.handles import handle_of
 from longdelta.plan.chains import summaries
+from longdelta.plan.checks import is_int
 from longdelta.plan.conversion import conversion
 from longdelta.plan.cost import rank_walk
 from longdelta.plan.halo import Halo, halo
@@ -57,7 +59,7 @@ class CPContext:
         self.ends = held.ends(self.rank)
         self.rows = held.local_rows(self.rank)
         self.tag = int(held.digest()[:7], 16) * 4
-        self._parts = lru_cache(maxsize=16)(self._build)
+        self._parts: dict[tuple[int, bool, torch.device], tuple[Tables, Boundary]] = {}
         self._halo = lru_cache(maxsize=4)(lambda size: halo(held, size))
         self._bounds: dict[torch.device, Tensor] = {}
         self.check_alive()
@@ -85,14 +87,17 @@ class CPContext:
         place = collectives.place_in(self.group)
         if place != (self.rank, self.partition.ranks):
             raise InvalidInput(
-                f"cp_context needs a process group of {self.partition.ranks} ranks in which this is "
-                f"rank {self.rank}; its group is rank {place[0]} of {place[1]}; build it again"
+                f"cp_context needs a process group of {self.partition.ranks} ranks in which this "
+                f"is rank {self.rank}; here it is rank {place[0]} of {place[1]}; build it again"
             )
 
     def parts(self, HV: int, deterministic: bool, device: torch.device) -> tuple[Tables, Boundary]:
         """Tables of this rank and how states cross its borders, built once per layer shape."""
         self.check_alive()
-        return self._parts(HV, deterministic, device)
+        key = (HV, deterministic, device)
+        if key not in self._parts:
+            self._parts[key] = self._build(HV, deterministic, device)
+        return self._parts[key]
 
     def _build(self, HV: int, deterministic: bool, device: torch.device) -> tuple[Tables, Boundary]:
         walk = rank_walk(self.partition, self.rank, HV, deterministic)
@@ -124,7 +129,7 @@ class CPContext:
         return self._halo(kernel_size)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's rows of a whole tensor: ``[B, rows of the batch, ...]`` -> ``[B, rows, ...]``.
+        """This rank's rows of a whole tensor: [B, rows of the batch, ...] -> [B, rows, ...].
 
         Differentiable: the gradient of rows that other ranks hold is zero here.
         """
@@ -145,10 +150,16 @@ class CPContext:
     def convert(self, x: Tensor, other: CPContext, dim: int = 1) -> Tensor:
         """This context's rows as the rows that `other` holds of the same batch. Differentiable."""
         self._check_rows("convert", x, dim, self.rows)
+        self.check_alive()
+        other.check_alive()
+        if collectives.members(self.group) != collectives.members(other.group):
+            raise InvalidInput(
+                f"convert: other must have this context's ranks {collectives.members(self.group)}, "
+                f"got {collectives.members(other.group)}; build both on one group"
+            )
         moves = conversion(self.partition, other.partition)
         if self.group is None or self.ranks == 1:
             return sharded(x, dim, ((0, self.rows),))
-        self.check_alive()
         back = conversion(other.partition, self.partition)
         return moved(x, dim, (moves, back), (other.rows, self.rows), self.group, self.tag + 2)
 
@@ -157,6 +168,12 @@ class CPContext:
             raise InvalidInput(
                 f"{what}: x must have {rows} rows along dim {dim}; got {list(x.shape)}"
             )
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidInput(
+            f"cp_context belongs to rank {self.rank} of its group and cannot be copied or sent to "
+            "another process; call build_cp_context on every rank"
+        )
 
     def __str__(self) -> str:
         return f"rank {self.rank} of\n{self.partition}"
@@ -201,36 +218,47 @@ def build_cp_context(
     """
     group = collectives.group_of(group)
     rank, ranks = collectives.place_in(group)
-    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    error: InvalidInput | None = None
-    digest = bytes(32)
-    try:
-        held = partition(
-            bounds,
-            ranks,
-            layout,
-            align=align,
-            num_v_heads=num_v_heads,
-            fragments=fragments,
-            rows=rows,
-        )
-        options = f"{held.digest()} conv={conv1d_kernel_size}"
-        digest = hashlib.sha256(options.encode()).digest()
-    except InvalidInput as came:
-        error = came
-    except (TypeError, ValueError) as came:
-        error = InvalidInput(f"build_cp_context: {came}")
+    options = {
+        "layout": layout,
+        "align": align,
+        "num_v_heads": num_v_heads,
+        "fragments": fragments,
+        "rows": rows,
+    }
+    held = _planned(cu_seqlens, ranks, conv1d_kernel_size, options)
+    plan = "none" if isinstance(held, InvalidInput) else held.digest()
     if group is not None and ranks > 1:
-        differ = collectives.agree(digest, group)
-        if differ and error is None:
+        said = f"{plan} conv={conv1d_kernel_size}"
+        differ = collectives.agree(hashlib.sha256(said.encode()).digest(), group)
+        if differ and not isinstance(held, InvalidInput):
             raise InvalidInput(
                 f"build_cp_context must get the same arguments on every rank; ranks {differ} have "
                 f"others than rank {rank}, whose plan is:\n{held}"
             )
-    if error is not None:
-        raise error
+    if isinstance(held, InvalidInput):
+        raise held
     default = "cpu" if group is None else collectives.carrier(group)
     return CPContext(held, group, torch.device(device or default), conv1d_kernel_size)
+
+
+def _planned(
+    cu_seqlens: Tensor | Sequence[int],
+    ranks: int,
+    conv1d_kernel_size: int | None,
+    options: dict[str, Any],
+) -> Partition | InvalidInput:
+    """The plan, or what is wrong with the arguments: every rank must reach the agreement."""
+    try:
+        if not (conv1d_kernel_size is None or is_int(conv1d_kernel_size)):
+            raise InvalidInput(
+                f"conv1d_kernel_size must be an integer or None, got {conv1d_kernel_size!r}"
+            )
+        bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+        return partition(bounds, ranks, **options)
+    except InvalidInput as error:
+        return error
+    except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:
+        return InvalidInput(f"build_cp_context: {error}")
 
 
 @lru_cache(maxsize=64)

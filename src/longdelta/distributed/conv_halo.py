@@ -7,13 +7,13 @@ initial state) where the document has no earlier token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longdelta.distributed import collectives
 from longdelta.distributed.context import CPContext
+from longdelta.distributed.linear import linear
 from longdelta.errors import NotYet
 from longdelta.ops.recompute import RecomputeHandle, active
 from longdelta.plan.halo import HaloMessage
@@ -48,9 +48,8 @@ class _Route:
                 part = x.new_empty(len(put), *x.shape[1:])
                 receives.append((here, part))
                 arrivals.append((put, part))
-        if group is not None:
-            tag = self.context.tag + 3
-            collectives.exchange("halo", sends, receives, group, tag)
+        if group is not None and any(each.source != each.target for each in self.messages):
+            collectives.exchange("halo", sends, receives, group, self.context.tag + 3)
         result = x.new_zeros(self.context.rows if adjoint else self.rows, *x.shape[1:])
         for put, part in local + arrivals:
             for row, place in enumerate(put):
@@ -58,19 +57,19 @@ class _Route:
         return result
 
 
-class _Halo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, route: _Route, recompute: RecomputeHandle | None) -> Tensor:
-        ctx.route = route
-        if recompute is None:
-            return route.exchange(x, adjoint=False)
-        return recompute.once(lambda: (route.exchange(x, adjoint=False),))[0].clone()
+def _received(x: Tensor, route: _Route, recompute: RecomputeHandle | None) -> Tensor:
+    """The halo buffer [rows, D], with its adjoint."""
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        wide = torch.promote_types(gradients[0].dtype, torch.float32)
-        found = ctx.route.exchange(gradients[0].to(wide), adjoint=True)
-        return found.to(gradients[0].dtype), None, None
+    def there(rows: Tensor) -> Tensor:
+        if recompute is None:
+            return route.exchange(rows, adjoint=False)
+        return recompute.once(lambda: (route.exchange(rows, adjoint=False),))[0].clone()
+
+    def back(gradient: Tensor) -> Tensor:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        return route.exchange(gradient.to(wide), adjoint=True).to(gradient.dtype)
+
+    return linear(x, there, back)
 
 
 def fragment_history(
@@ -80,10 +79,11 @@ def fragment_history(
 
     initial_state [starts, D, W - 1]: those before each document that starts on this rank.
     """
+    context.check_alive()
     halo = context.halo(kernel_size)
     bounds = halo.bounds[context.rank]
     _check_state(initial_state, kernel_size, context)
-    received: Tensor = _Halo.apply(x, _Route(context, halo.messages, bounds[-1]), active())
+    received = _received(x, _Route(context, halo.messages, bounds[-1]), active())
     dtype = x.dtype
     if initial_state is not None:
         dtype = torch.promote_types(dtype, initial_state.dtype)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longdelta.distributed import collectives
 from longdelta.distributed.collectives import Group
+from longdelta.distributed.linear import linear
 from longdelta.plan.conversion import Move
 from longdelta.plan.partition import Partition
 
@@ -56,19 +56,6 @@ def _move(x: Tensor, moves: Sequence[Move], rows: int, group: Group, tag: int) -
     return result
 
 
-class _Moved(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, moves: Any, rows: tuple[int, int], group: Group, tag: int
-    ) -> Tensor:
-        ctx.back = (moves[1], rows[1], group, tag)
-        return _move(x.contiguous(), moves[0], rows[0], group, tag)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _move(gradients[0].contiguous(), *ctx.back), None, None, None, None
-
-
 def moved(
     x: Tensor,
     dim: int,
@@ -78,8 +65,14 @@ def moved(
     tag: int,
 ) -> Tensor:
     """Rows of one layout as rows of another; `moves` and `rows`: there, and back."""
-    found: Tensor = _Moved.apply(x.movedim(dim, 0), moves, rows, group, tag)
-    return found.movedim(0, dim)
+
+    def there(rows_first: Tensor) -> Tensor:
+        return _move(rows_first.contiguous(), moves[0], rows[0], group, tag)
+
+    def back(gradient: Tensor) -> Tensor:
+        return _move(gradient.contiguous(), moves[1], rows[1], group, tag)
+
+    return linear(x.movedim(dim, 0), there, back).movedim(0, dim)
 
 
 def _whole(x: Tensor, held: Partition, group: Group, tag: int) -> Tensor:
@@ -115,18 +108,13 @@ def _summed(gradient: Tensor, held: Partition, group: Group, tag: int) -> Tensor
     return total
 
 
-class _Unsharded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, held: Partition, group: Group, tag: int) -> Tensor:
-        ctx.back = (held, group, tag)
-        return _whole(x, held, group, tag)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _summed(gradients[0].contiguous(), *ctx.back), None, None, None
-
-
 def unsharded(x: Tensor, dim: int, held: Partition, group: Group, tag: int) -> Tensor:
     """The whole tensor on every rank."""
-    found: Tensor = _Unsharded.apply(x.movedim(dim, 0), held, group, tag)
-    return found.movedim(0, dim)
+
+    def there(rows_first: Tensor) -> Tensor:
+        return _whole(rows_first.contiguous(), held, group, tag)
+
+    def back(gradient: Tensor) -> Tensor:
+        return _summed(gradient.contiguous(), held, group, tag)
+
+    return linear(x.movedim(dim, 0), there, back).movedim(0, dim)

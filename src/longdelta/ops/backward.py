@@ -93,7 +93,7 @@ def _adjoint_walks(
 
 
 def _adjoint_activation(operands: Operands, found: Gradients, used: int) -> None:
-    """Through the activations of raw inputs; rows without a document may hold anything and stay 0."""
+    """Through the activations of raw inputs. Rows of no document stay 0, whatever they hold."""
     raw, x = operands.activation, operands
     if raw.qk_l2norm:
         found.dq[:used], found.dk[:used] = adjoint_norm(

@@ -2,8 +2,9 @@
 every exchange lie inside one of them.
 
 The plan enters as the offsets tensor itself, or as the handle of a context: neither content ever
-specialises a compiled graph, and plans.py turns offsets into tables at run time. The saved set is one flat tensor of bytes whose size
-follows from (T, N, HV) alone (plan/tensors.py, Note [Capacity]).
+specialises a compiled graph, and plans.py turns offsets into tables at run time. The saved set is
+one flat tensor of bytes whose size follows from (T, N, HV) alone (plan/tensors.py, Note
+[Capacity]).
 """
 
 from __future__ import annotations
@@ -147,20 +148,26 @@ class Inputs(NamedTuple):
         return Machine(name, stages(name), tables, boundary)
 
 
+def _without_autocast(q: Tensor) -> torch.autocast:
+    """The caller's autocast would reach into the stages and round their products."""
+    return torch.autocast(q.device.type, enabled=False)
+
+
 def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = Inputs(*arguments)
     machine = inputs.machine()
     o, final_state, saved = inputs.new_outputs()
     state = inputs.k_first(final_state) if inputs.output_final_state else None
-    _forward.forward(
-        inputs.operands(),
-        machine,
-        save=inputs.save,
-        saved=saved,
-        o=o.flatten(0, 1),
-        final_state=state,
-        recompute=None if inputs.recompute is None else held_by(inputs.recompute, "recompute"),
-    )
+    with _without_autocast(inputs.q):
+        _forward.forward(
+            inputs.operands(),
+            machine,
+            save=inputs.save,
+            saved=saved,
+            o=o.flatten(0, 1),
+            final_state=state,
+            recompute=None if inputs.recompute is None else held_by(inputs.recompute, "recompute"),
+        )
     return o, final_state, saved
 
 
@@ -171,9 +178,10 @@ def _backward_impl(
     cotangents = _backward.Cotangents(
         do=None if do is None else do.flatten(0, 1), d_final_state=inputs.k_first(d_final_state)
     )
-    found = _backward.backward(
-        inputs.operands(), cotangents, inputs.machine(), save=inputs.save, saved=saved
-    )
+    with _without_autocast(inputs.q):
+        found = _backward.backward(
+            inputs.operands(), cotangents, inputs.machine(), save=inputs.save, saved=saved
+        )
     d_initial_state = inputs.k_first(found.d_initial_state)
     values = [found.dq, found.dk, found.dv, found.dg, found.dbeta, d_initial_state]
     results = inputs.new_gradients()

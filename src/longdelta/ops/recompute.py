@@ -1,4 +1,4 @@
-"""A recomputation that sends nothing: what crossed ranks in the first run is kept and given back."""
+"""A recomputation that sends nothing: what crossed ranks in the first run is given back in it."""
 
 from __future__ import annotations
 

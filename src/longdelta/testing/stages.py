@@ -2,8 +2,8 @@
 
 `reference_stages` runs the plain float64 stages, one document and head after another, and places
 what they give where a backend places it: padded chunks, borders, maps. `StageCase` hands these
-tensors to a backend's stage as inputs, rounded to the compute dtype, and checks its outputs, so that
-each stage is tested alone.
+tensors to a backend's stage as inputs, rounded to the compute dtype, and checks its outputs: each
+stage is tested alone.
 """
 
 from __future__ import annotations
@@ -121,7 +121,11 @@ class _Head:
             self.put_chunks("dS", segment, run.tape.dS)
             self.put_chunks("dR", segment, run.tape.dR)
             part = chunked.gradients(
-                *(y[name] for name in ("q", "k", "g", "beta", "do")),
+                y["q"],
+                y["k"],
+                y["g"],
+                y["beta"],
+                y["do"],
                 tape,
                 run.tape,
                 scale=self.scale,

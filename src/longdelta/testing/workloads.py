@@ -2,9 +2,8 @@
 
 A `Workload` is a hashable description; `Workload.inputs` makes its packed tensors in any dtype on
 any device, `expected` is the token recurrence in float64 on exactly those (rounded) tensors, and
-`evaluate` runs the public op with autograd. Both return `Results`, so that a test is one line:
-
-    assert_results(evaluate(x.inputs(dtype, device), x.cotangents(dtype, device)), expected(x, dtype))
+`evaluate` runs the public op with autograd. Both return `Results`, which `assert_results` compares
+within the budgets and `assert_bitwise` bit by bit.
 """
 
 from __future__ import annotations
@@ -42,6 +41,11 @@ class Inputs:
     def with_(self, **changes: Any) -> Inputs:
         """A copy with some fields replaced."""
         return replace(self, **changes)
+
+    def to(self, device: str | torch.device) -> Inputs:
+        """The same on another device."""
+        held: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: x.to(device) for name, x in held.items() if x is not None})
 
 
 class Cotangents(NamedTuple):
@@ -104,12 +108,16 @@ class Workload:
     def inputs(
         self, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu"
     ) -> Inputs:
-        """The tensors: q, k, v in `dtype`; g, beta and the state in it too, or in float32 for 16 bits."""
+        """New tensors, in `dtype`; g, beta and the state in float32 where it has 16 bits."""
         x = _tensors(self)
         wide = dtype if dtype == torch.float64 else torch.float32
-        q, k, v = (y.to(device, dtype) for y in (x.q, x.k, x.v))
-        g, beta = x.g.to(device, wide), x.beta.to(device, wide)
-        state = x.initial_state.to(device, wide) if x.initial_state is not None else None
+
+        def fresh(y: Tensor, dtype: torch.dtype) -> Tensor:
+            return y.to(device, dtype, copy=True)
+
+        q, k, v = (fresh(y, dtype) for y in (x.q, x.k, x.v))
+        g, beta = fresh(x.g, wide), fresh(x.beta, wide)
+        state = None if x.initial_state is None else fresh(x.initial_state, wide)
         offsets = torch.tensor(self.offsets, dtype=torch.int32, device=device)
         return Inputs(q, k, v, g, beta, state, offsets)
 
@@ -213,9 +221,16 @@ def reference_results(
         do=torch.zeros_like(outputs.o) if do is None else do[0].cpu(),
         d_final_state=None if d_state is None else d_state.cpu(),
     )
-    gradients = [x[None] for x in found[:5]]
-    d_initial = None if state is None else found.d_initial_state
-    return Results(outputs.o[None], outputs.final_state, *gradients, d_initial)
+    return Results(
+        outputs.o[None],
+        outputs.final_state,
+        dq=found.dq[None],
+        dk=found.dk[None],
+        dv=found.dv[None],
+        dg=found.dg[None],
+        dbeta=found.dbeta[None],
+        d_initial_state=None if state is None else found.d_initial_state,
+    )
 
 
 @lru_cache(maxsize=256)
@@ -286,6 +301,6 @@ def assert_bitwise(out: Results, ref: Results) -> None:
     for name, x, y in zip(Results._fields, out, ref, strict=True):
         if x is None or y is None:
             continue
-        assert x.dtype == y.dtype and x.shape == y.shape, f"{name}: other dtype or shape"
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), f"{name}: other dtype or shape"
         same = torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
         assert same, f"{name}: bits differ, largest difference {(x - y).abs().max().item():.3e}"

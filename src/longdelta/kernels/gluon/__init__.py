@@ -4,16 +4,11 @@ The forward stages are kernels. The adjoint stages are the eager ones on the ten
 backend, widened to float32: right, and slow.
 """
 
-from longdelta.kernels.gluon.adjoint import (
-    adjoint_fold,
-    adjoint_scan,
-    adjoint_summarize,
-    fold,
-    gradients,
-    summarize,
-)
+from longdelta.kernels.gluon.adjoint import adjoint_scan, adjoint_summarize, gradients
+from longdelta.kernels.gluon.fold import adjoint_fold, fold
 from longdelta.kernels.gluon.prepare import prepare
 from longdelta.kernels.gluon.scan import scan
+from longdelta.kernels.gluon.summarize import summarize
 
 __all__ = [
     "adjoint_fold",

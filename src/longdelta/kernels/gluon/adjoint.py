@@ -21,9 +21,6 @@ def _widened(stage: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-summarize = _widened(eager.summarize)
-fold = eager.fold
-adjoint_fold = eager.adjoint_fold
 adjoint_summarize = _widened(eager.adjoint_summarize)
 adjoint_scan = _widened(eager.adjoint_scan)
 gradients = _widened(eager.gradients)

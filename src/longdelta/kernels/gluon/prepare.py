@@ -7,13 +7,15 @@ diagonal tiles are inverted one per warp, in registers: a fragment of an accumul
 a fragment of the right operand, so Z and Z^T are carried side by side and nothing moves between
 lanes. The merges to 32 and 64 pass through shared memory.
 
-Every operand is split into a bf16 head and tail (three products): the inverse keeps 16 bits, beta
-up to 2 included, and entries that leave the range of fp16 (keys longer than 1) stay finite until
-they are stored, saturating.
+Operands are fp16. Where beta exceeds 1, or a key is longer than 1, each is split into a bf16 head
+and tail instead (three products): what cancels there needs 16 bits, and entries that leave the
+range of fp16 stay finite until they are stored, saturating.
 """
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -23,7 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longdelta.kernels.gluon.tiles import to_bf16, to_fp16
+from longdelta.kernels.gluon.tables import tables_of
+from longdelta.kernels.gluon.tiles import in_place, split_product, to_fp16
+from longdelta.kernels.stages import Tables
+from longdelta.runtime.launch import launch
 
 GATE_FLOOR = gl.constexpr(-87.0)
 """e^-87 is just above the smallest normal float32; a deeper floor costs later tokens their digits."""
@@ -35,66 +40,88 @@ def _add(a, b):
 
 
 @gluon.jit
-def _product(a, b, acc):
-    """acc + a b, to 16 bits of each operand."""
-    a_head = to_bf16(a)
-    b_head = to_bf16(b)
-    acc = mma_v2(to_bf16(a - a_head.to(gl.float32)), b_head, acc)
-    acc = mma_v2(a_head, to_bf16(b - b_head.to(gl.float32)), acc)
-    return mma_v2(a_head, b_head, acc)
+def _product(a, b, acc, SPLIT: gl.constexpr):
+    """acc + a b with fp16 operands, or with split ones."""
+    if SPLIT:
+        acc = split_product(a, b, acc)
+    else:
+        acc = mma_v2(to_fp16(a), to_fp16(b), acc)
+    return acc
 
 
 @gluon.jit
-def _invert_tiles(N, b, T: gl.constexpr):
-    """Z of the 16 x 16 tiles N [4, 16, 16], unit lower inverses without their factors b."""
+def _invert_tiles(N, b, T: gl.constexpr, SPLIT: gl.constexpr):
+    """Z of the 16 x 16 tiles N [4, 16, 16], one per warp."""
     A: gl.constexpr = gl.DotOperandLayout(0, T, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, T, 2)
     i = gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(0, T)))[:, None][None, :, :]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, T)))[None, :][None, :, :]
     zero = gl.zeros([4, 16, 16], gl.float32, T)
-    pair = (i // 2 == j // 2) & (i > j)
-    Z = zero - gl.where(pair, N, 0.0)
+    Z = zero - gl.where((i // 2 == j // 2) & (i > j), N, 0.0)
     Zt = gl.convert_layout(gl.permute(Z, (0, 2, 1)), T)
     for level in gl.static_range(1, 4):
         w = 2**level
-        linked = (i // (2 * w) == j // (2 * w)) & (i // w > j // w)
-        link = gl.where(linked, N, 0.0)
+        link = gl.where((i // (2 * w) == j // (2 * w)) & (i // w > j // w), N, 0.0)
+        link_t = gl.convert_layout(gl.permute(link, (0, 2, 1)), B)
         left = gl.where(i == j, 1.0, Zt * b)
-        Yt = _product(
-            gl.convert_layout(left, A), gl.convert_layout(gl.permute(link, (0, 2, 1)), B), zero
-        )
+        Yt = _product(gl.convert_layout(left, A), link_t, zero, SPLIT)
         right = gl.where(i == j, 1.0, Z * b)
         Y = gl.convert_layout(gl.permute(Yt, (0, 2, 1)), B)
-        Z = Z - _product(gl.convert_layout(right, A), Y, zero)
+        Z = Z - _product(gl.convert_layout(right, A), Y, zero, SPLIT)
         if level < 3:
             right_t = gl.convert_layout(gl.permute(right, (0, 2, 1)), B)
-            Zt = Zt - _product(gl.convert_layout(Yt, A), right_t, zero)
+            Zt = Zt - _product(gl.convert_layout(Yt, A), right_t, zero, SPLIT)
     return Z
 
 
 @gluon.jit
-def _merge(
-    z11_t, z22, link_t, b1, b2, inner, outer, BATCH: gl.constexpr, W: gl.constexpr, L: gl.constexpr
-):
-    """outer = -(I + Z22 D2) N21 (I + D1 Z11); inner holds the product of the last two, transposed."""
-    A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, L, 2)
-    if BATCH:
-        i = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(0, A)))[:, None][None, :, :]
-        j = gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(0, A)))[None, :][None, :, :]
-        zero = gl.zeros([2, W, W], gl.float32, L)
-        turn: gl.constexpr = (0, 2, 1)
-    else:
-        i = gl.arange(0, W, layout=gl.SliceLayout(1, A))[:, None]
-        j = gl.arange(0, W, layout=gl.SliceLayout(0, A))[None, :]
-        zero = gl.zeros([W, W], gl.float32, L)
-        turn: gl.constexpr = (1, 0)
+def _merge(z11_t, z22, link_t, b1, b2, i, j, inner, inner_t, outer, zero, A: gl.constexpr, B: gl.constexpr,
+           SPLIT: gl.constexpr):
+    """outer = -(I + Z22 D2) N21 (I + D1 Z11), the product of the last two through `inner`."""
     left = gl.where(i == j, 1.0, z11_t.load(A) * b1)
-    inner.store(_product(left, link_t, zero))
+    inner.store(_product(left, link_t, zero, SPLIT))
     right = gl.where(i == j, 1.0, z22.load(A) * b2)
     gl.thread_barrier()
-    outer.store(zero - _product(right, inner.permute(turn).load(B), zero))
+    outer.store(zero - _product(right, inner_t.load(B), zero, SPLIT))
     gl.thread_barrier()
+
+
+@gluon.jit
+def _invert(tiles, link32_t, link64_t, bs, halves, work, z21, T: gl.constexpr, P: gl.constexpr, Q: gl.constexpr,
+            SPLIT: gl.constexpr):
+    """Z of one value head: the diagonal 32 x 32 halves, and the block below them."""
+    PA: gl.constexpr = gl.DotOperandLayout(0, P, 2)
+    PB: gl.constexpr = gl.DotOperandLayout(1, P, 2)
+    QA: gl.constexpr = gl.DotOperandLayout(0, Q, 2)
+    QB: gl.constexpr = gl.DotOperandLayout(1, Q, 2)
+    flat3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    rows3: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])
+    rows2: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    tb = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, T)))[:, None][:, :, None]
+    z = _invert_tiles(tiles, bs._reinterpret(gl.float32, [4, 1, 16], flat3).load(T), T, SPLIT)
+    even = gl.where(tb % 2 == 0, z, 0.0)
+    odd = gl.where(tb % 2 == 1, z, 0.0)
+    both = gl.reshape(gl.permute(gl.join(even, odd), (0, 1, 3, 2)), [64, 32])
+    halves._reinterpret(gl.float32, [64, 32], rows2).store(both)
+    gl.thread_barrier()
+    zs = halves._reinterpret(gl.float32, [2, 32, 32], rows3)
+    pi = gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(0, PA)))[:, None][None, :, :]
+    pj = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, PA)))[None, :][None, :, :]
+    pairs = bs._reinterpret(gl.float32, [2, 2, 16], flat3)
+    upper = work._reinterpret(gl.float32, [2, 16, 32], rows3).slice(0, 16, 2)
+    _merge(
+        zs.slice(0, 16, 1).slice(0, 16, 2).permute((0, 2, 1)), zs.slice(16, 16, 1).slice(16, 16, 2), link32_t,
+        pairs.slice(0, 1, 1).load(PA), pairs.slice(1, 1, 1).load(PA), pi, pj, upper, upper.permute((0, 2, 1)),
+        zs.slice(16, 16, 1).slice(0, 16, 2), gl.zeros([2, 16, 16], gl.float32, P), PA, PB, SPLIT,
+    )
+    qi = gl.arange(0, 32, layout=gl.SliceLayout(1, QA))[:, None]
+    qj = gl.arange(0, 32, layout=gl.SliceLayout(0, QA))[None, :]
+    b1 = bs.slice(0, 32).load(gl.SliceLayout(0, QA))[None, :]
+    b2 = bs.slice(32, 32).load(gl.SliceLayout(0, QA))[None, :]
+    _merge(
+        halves.index(0).permute((1, 0)), halves.index(1), link64_t, b1, b2, qi, qj, work, work.permute((1, 0)),
+        z21, gl.zeros([32, 32], gl.float32, Q), QA, QB, SPLIT,
+    )
 
 
 @gluon.jit(do_not_specialize=["HV", "GROUP", "H"])
@@ -104,19 +131,19 @@ def prepare_kernel(k, g, beta, G, Z, chunks, HV, GROUP, H, k_t, k_h):
     T: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     P: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 1, 2], [1, 16, 8])
     Q: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
-    PA: gl.constexpr = gl.DotOperandLayout(0, P, 2)
-    PB: gl.constexpr = gl.DotOperandLayout(1, P, 2)
-    QA: gl.constexpr = gl.DotOperandLayout(0, Q, 2)
-    QB: gl.constexpr = gl.DotOperandLayout(1, Q, 2)
     VL: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     OL: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    plain3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    rows2: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    rows3: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])
     pid = gl.program_id(0)
     c = pid // H
     hk = pid - c * H
     row = gl.load(chunks + 2 * c)
     size = gl.load(chunks + 2 * c + 1)
+    n = gl.arange(0, 64, layout=VL)
+    at = (row + n).to(gl.int64) * HV
+    gate = gl.load(g + at + hk * GROUP, mask=n < size, other=0.0)
+    b = gl.load(beta + at + hk * GROUP, mask=n < size, other=0.0)
 
     # N of the q/k head, cut into the links of each merge.
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -134,65 +161,37 @@ def prepare_kernel(k, g, beta, G, Z, chunks, HV, GROUP, H, k_t, k_h):
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, NL))[None, :]
     tiles = gl.where((i // 16 == j // 16) & (i > j), N, 0.0)
     tiles = gl.convert_layout(gl.sum(gl.reshape(tiles, [4, 16, 4, 16]), 2), T)
-    ns = gl.allocate_shared_memory(gl.float32, [64, 64], plain2)
+    long_keys = gl.max(gl.max(gl.abs(N), 1), 0) > 1.02
+    ns = gl.allocate_shared_memory(gl.float32, [64, 64], rows2)
     ns.store(N)
     gl.thread_barrier()
-    link64_t = ns.slice(32, 32, 0).slice(0, 32, 1).permute((1, 0)).load(QB)
+    link64_t = ns.slice(32, 32, 0).slice(0, 32, 1).permute((1, 0)).load(gl.DotOperandLayout(1, Q, 2))
     links = gl.where((i // 32 == j // 32) & (i // 16 > j // 16), N, 0.0)
     links = gl.sum(gl.sum(gl.reshape(links, [2, 2, 16, 4, 16]), 3), 1)
-    ls = gl.allocate_shared_memory(gl.float32, [2, 16, 16], plain3)
+    work = gl.allocate_shared_memory(gl.float32, [32, 32], rows2)
+    ls = work._reinterpret(gl.float32, [2, 16, 32], rows3).slice(0, 16, 2)
     ls.store(links)
     gl.thread_barrier()
-    link32_t = ls.permute((0, 2, 1)).load(PB)
+    link32_t = ls.permute((0, 2, 1)).load(gl.DotOperandLayout(1, P, 2))
 
-    halves = gl.allocate_shared_memory(gl.float32, [2, 32, 32], plain2)
-    zs = halves._reinterpret(gl.float32, [2, 32, 32], plain3)
-    z2 = halves._reinterpret(gl.float32, [64, 32], plain2)
-    inner = gl.allocate_shared_memory(gl.float32, [32, 32], plain2)
-    inner32 = inner._reinterpret(gl.float32, [2, 16, 16], plain3)
-    z21 = gl.allocate_shared_memory(gl.float32, [32, 32], plain2)
-    n = gl.arange(0, 64, layout=VL)
-    tb = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, T)))[:, None][:, :, None]
-    tj = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, T)))[None, :][None, :, :]
-    pb = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, PA)))[:, None][:, :, None]
-    pj = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, PA)))[None, :][None, :, :]
-    qj = gl.arange(0, 32, layout=gl.SliceLayout(0, QA))[None, :]
+    halves = gl.allocate_shared_memory(gl.float32, [2, 32, 32], rows2)
+    z21 = gl.allocate_shared_memory(gl.float32, [32, 32], rows2)
+    bs = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     oi = gl.arange(0, 32, layout=gl.SliceLayout(1, OL))[:, None]
     oj = gl.arange(0, 32, layout=gl.SliceLayout(0, OL))[None, :]
     for h in range(hk * GROUP, (hk + 1) * GROUP):
-        bh = beta + row.to(gl.int64) * HV + h
-        gh = g + row.to(gl.int64) * HV + h
-        t_at = tb * 16 + tj
-        t_b = gl.load(bh + t_at * HV, mask=t_at < size, other=0.0)
-        p_at = pb * 32 + pj
-        p_b1 = gl.load(bh + p_at * HV, mask=p_at < size, other=0.0)
-        p_b2 = gl.load(bh + (p_at + 16) * HV, mask=p_at + 16 < size, other=0.0)
-        q_b1 = gl.load(bh + qj * HV, mask=qj < size, other=0.0)
-        q_b2 = gl.load(bh + (qj + 32) * HV, mask=qj + 32 < size, other=0.0)
-        gate = gl.load(gh + n * HV, mask=n < size, other=0.0)
         slot = (c * HV + h).to(gl.int64)
         gl.store(G + slot * 64 + n, gl.associative_scan(gl.maximum(gate, GATE_FLOOR), 0, _add))
-        z = _invert_tiles(tiles, t_b, T)
-        even = gl.where(tb % 2 == 0, z, 0.0)
-        odd = gl.where(tb % 2 == 1, z, 0.0)
-        z2.store(gl.reshape(gl.permute(gl.join(even, odd), (0, 1, 3, 2)), [64, 32]))
+        split = long_keys | (gl.max(b, 0) > 1.0)
+        bs.store(b)
+        following = gl.minimum(h + 1, HV - 1)
+        gate = gl.load(g + at + following, mask=n < size, other=0.0)
+        b = gl.load(beta + at + following, mask=n < size, other=0.0)
         gl.thread_barrier()
-        z11 = zs.slice(0, 16, 1).slice(0, 16, 2)
-        z22 = zs.slice(16, 16, 1).slice(16, 16, 2)
-        lower = zs.slice(16, 16, 1).slice(0, 16, 2)
-        _merge(z11.permute((0, 2, 1)), z22, link32_t, p_b1, p_b2, inner32, lower, True, 16, P)
-        _merge(
-            halves.index(0).permute((1, 0)),
-            halves.index(1),
-            link64_t,
-            q_b1,
-            q_b2,
-            inner,
-            z21,
-            False,
-            32,
-            Q,
-        )
+        if split:
+            _invert(tiles, link32_t, link64_t, bs, halves, work, z21, T, P, Q, True)
+        else:
+            _invert(tiles, link32_t, link64_t, bs, halves, work, z21, T, P, Q, False)
         out = Z + slot * 4096 + oi * 64 + oj
         gl.store(out, to_fp16(halves.index(0).load(OL)))
         gl.store(out + 32, gl.full([32, 32], 0.0, gl.float16, OL))

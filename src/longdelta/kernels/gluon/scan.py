@@ -13,6 +13,8 @@ The tapes S and Uh come from the same instructions whether or not o is wanted.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,7 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longdelta.kernels.gluon.tiles import LOG2E, to_bf16
+from longdelta.kernels.gluon.states import laid_out
+from longdelta.kernels.gluon.tables import tables_of
+from longdelta.kernels.gluon.tiles import LOG2E, flat, in_place, ragged, to_bf16
+from longdelta.kernels.stages import Tables
+from longdelta.runtime.launch import launch
 
 
 @gluon.jit
@@ -364,18 +370,6 @@ def scan_kernel(
     )
 
 
-def _laid_out(state: Tensor | None) -> tuple[Tensor | None, bool]:
-    """An fp32 state whose memory is [., HV, K, V] or [., HV, V, K], and whether it is the latter."""
-    if state is None:
-        return None, False
-    if state.dtype != torch.float32:
-        state = state.float()
-    turned = state.transpose(-1, -2)
-    if turned.is_contiguous() and not state.is_contiguous():
-        return state, True
-    return state.contiguous(), False
-
-
 def scan(
     q: Tensor,
     k: Tensor,
@@ -400,8 +394,8 @@ def scan(
     HV, H = v.shape[1], k.shape[1]
     if not tasks.count:
         return
-    final, v_first = _laid_out(final_state)
-    initial, initial_v_first = _laid_out(initial_state)
+    final, v_first = laid_out(final_state)
+    initial, initial_v_first = laid_out(initial_state)
     if initial is not None and final is not None and initial_v_first != v_first:
         initial = initial.transpose(-1, -2).contiguous().transpose(-1, -2)
         if not v_first:

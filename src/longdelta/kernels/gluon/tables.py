@@ -1,7 +1,8 @@
 """The tables of a plan as the kernels read them: int32 on the device, made once per plan.
 
-chunks [chunks, 2]: (row, tokens). tasks [segments, 8]: (first chunk, chunks, start, end, enter,
-leave, map, 0), longest first, so that the last programs to start are the short ones.
+chunks [chunks, 2]: (row, tokens). Tasks [., 8], longest first, so that the last programs to start are
+the short ones: scan's (first chunk, chunks, start, end, enter, ..), summarize's (first chunk,
+chunks, start, whether it is M, row of the result, ..). -1 stands for none.
 """
 
 from __future__ import annotations
@@ -57,9 +58,14 @@ class DeviceTables:
 
     @cached_property
     def summarize(self) -> Tasks:
-        """Segments that leave through a border, those with a map (two walks each) ahead."""
-        held = [s for s in self._walk.segments if s.leave >= 0]
-        return self._tasks(held)
+        """Walks of segments that leave through a border: of S into its row, of M into its own."""
+        walks = []
+        for s in sorted(self._walk.segments, key=lambda s: -s.chunks):
+            if s.leave >= 0:
+                walks.append((s.first_chunk, s.chunks, s.start, 0, s.leave, 0, 0, 0))
+            if s.map >= 0:
+                walks.append((s.first_chunk, s.chunks, -1, 1, s.map, 0, 0, 0))
+        return Tasks(self._upload(walks, 8), len(walks), sum(walk[1] for walk in walks))
 
     def fold(self, chains: Chains) -> tuple[Tensor, int]:
         """[1 + chains + steps..]: where each chain's steps start, then (map, enter, leave) of each."""

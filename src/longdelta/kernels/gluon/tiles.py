@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -42,6 +43,16 @@ def to_fp16(x):
         is_pure=True,
         pack=2,
     )
+
+
+@gluon.jit
+def split_product(a, b, acc):
+    """acc + a b of fp32 operands, each split into a bf16 head and tail: 16 bits of both."""
+    a_head = to_bf16(a)
+    b_head = to_bf16(b)
+    acc = mma_v2(to_bf16(a - a_head.to(gl.float32)), b_head, acc)
+    acc = mma_v2(a_head, to_bf16(b - b_head.to(gl.float32)), acc)
+    return mma_v2(a_head, b_head, acc)
 
 
 @dataclass(frozen=True)
