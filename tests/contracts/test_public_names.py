@@ -10,15 +10,16 @@ import longdelta
 
 OPS = ["causal_conv1d", "chunk_gated_delta_rule", "gdn_backward", "gdn_forward"]
 QUERIES = ["bytes_needed", "support"]
-ERRORS = ["InvalidInput", "UnsupportedProblem"]
-SUBMODULES = ["nn", "reference", "testing"]
+ERRORS = ["InvalidInput", "NotYet", "UnsupportedProblem"]
+TOOLS = ["checkpoint"]
+SUBMODULES = ["distributed", "nn", "reference", "testing"]
 
 SHAPE = re.compile(r"\[[A-Z0-9][A-Za-z0-9 ,+*/-]*\]")
 
 
 def test_public_names_are_the_frozen_list() -> None:
     names = set(longdelta.__all__) - set(SUBMODULES) - {"__version__"}
-    assert sorted(names) == sorted(OPS + QUERIES + ERRORS)
+    assert sorted(names) == sorted(OPS + QUERIES + TOOLS + ERRORS)
 
 
 def test_public_names_are_listed_by_dir_and_unknown_names_are_refused() -> None:
@@ -39,7 +40,7 @@ def test_public_op_documents_shapes_and_raises(name: str) -> None:
     assert "Raises" in doc, f"{name}: say what it raises"
 
 
-@pytest.mark.parametrize("name", QUERIES)
+@pytest.mark.parametrize("name", QUERIES + TOOLS)
 def test_public_query_documents_raises_or_source(name: str) -> None:
     doc = inspect.getdoc(getattr(longdelta, name)) or ""
     assert SHAPE.search(doc) or "Raises" in doc or "Source" in doc, name

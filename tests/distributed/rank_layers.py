@@ -74,7 +74,6 @@ def convolved(problem: ConvProblem, **options: Any) -> Conv:
     ]
     y, final_state = causal_conv1d(
         *leaves[:3],
-        activation="silu",
         initial_state=leaves[3] if state is not None else None,
         output_final_state=True,
         **options,
@@ -88,9 +87,10 @@ def convolved(problem: ConvProblem, **options: Any) -> Conv:
 
 
 def conv(
-    group: Group, bounds: list[int], problem: ConvProblem, build: dict[str, Any]
-) -> tuple[Conv, list[Sent]]:
-    context = build_cp_context(bounds, group, rows=problem.x.shape[1], **build)
+    group: Group, bounds: list[int], problem: ConvProblem, layout: str
+) -> tuple[Conv, Conv, list[Sent]]:
+    """With SiLU and without, and what the latter exchanged."""
+    context = build_cp_context(bounds, group, layout, rows=problem.x.shape[1])
     state = problem.initial_state
     local = problem._replace(
         x=context.shard(problem.x),
@@ -98,9 +98,10 @@ def conv(
         initial_state=None if state is None else state[list(context.starts)],
         d_final_state=problem.d_final_state[list(context.ends)],
     )
+    active = convolved(local, cp_context=context, activation="silu")
     with recording() as log:
-        found = convolved(local, cp_context=context)
-    return found, log
+        plain = convolved(local, cp_context=context, activation=None)
+    return active, plain, log
 
 
 class Layer(NamedTuple):

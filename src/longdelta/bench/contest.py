@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longdelta.bench import accuracy
 from longdelta.bench.baselines import Arm, Runner, cotangent, release, whole_inputs
-from longdelta.bench.problem import Problem
+from longdelta.bench.problem import Place, Problem
 from longdelta.bench.results import OPS
 from longdelta.bench.timing import Call, Schedule, Slot, Timer, palindromes
 from longdelta.distributed import collectives
@@ -136,11 +136,12 @@ class Contest:
         self.schedule = schedule
         self.watch = watch
         self.entries = [Entry(arm) for arm in arms]
+        self.base_bits = ""
         self._ours: tuple[Tensor, ...] = ()
         self._cut = accuracy.cut_of(problem.row)
 
     @property
-    def place(self) -> Any:
+    def place(self) -> Place:
         """Where this process runs."""
         return self.problem.place
 
@@ -157,6 +158,20 @@ class Contest:
                 entry.runner, entry.leaves, entry.do = None, (), None
             release(self.place.device)
         self._ours = ()
+        self.base_bits = self._against_base()
+
+    def _against_base(self) -> str:
+        """Our default arm against the revision on every rank: results, and launch records."""
+        named = {entry.arm.name: entry for entry in self.entries if entry.runner is not None}
+        if "base" not in named or "ours" not in named:
+            return ""
+        ours, base = named["ours"], named["base"]
+        pairs = ((ours.bits, base.bits), (ours.launches, base.launches))
+        said = [
+            "differ" if collectives.highest(float(a != b), self.place.group) else "equal"
+            for a, b in pairs
+        ]
+        return f"{said[0]}; launch records {said[1]}"
 
     def _attempt(self, step: Callable[[], None]) -> str:
         """Runs a step on every rank; why it failed on any, or nothing."""

@@ -174,24 +174,24 @@ class Run:
                 for mode in self.plan.modes:
                     contest.time(self.plan.ops, mode, self.plan.reverse)
             except KeyboardInterrupt:
-                self._keep(row, contest, " (interrupted)")
+                self._keep(contest, " (interrupted)")
                 break
-            self._keep(row, contest, "")
+            self._keep(contest, "")
         return self.records
 
-    def _keep(self, row: Row, contest: Contest | None, mark: str) -> None:
+    def _keep(self, contest: Contest | None, mark: str) -> None:
         if contest is not None:
-            base = next((e for e in contest.entries if e.arm.name == "base"), None)
             for entry in contest.entries:
                 for mode in self.plan.modes:
                     for op in self.plan.ops:
-                        self.records.append(self._record(row, entry, op, mode, mark, base))
+                        self.records.append(self._record(contest, entry, op, mode, mark))
         if self.place.rank == 0:
             write_csv(self.records, self.plan.path)
 
     def _record(
-        self, row: Row, entry: Entry, op: str, mode: str, mark: str, base: Entry | None
+        self, contest: Contest, entry: Entry, op: str, mode: str, mark: str
     ) -> Record:
+        row = contest.problem.row
         work = work_of(row, op)
         alone = entry.arm.name == "flash_qla_one_gpu"
         groups = entry.groups(op, mode, self.plan.schedule.rounds)
@@ -223,17 +223,9 @@ class Run:
             errors_float64=_listed(entry.errors_float64),
             errors_ours=_listed(entry.errors_ours),
             bits="" if not same else "equal" if all(same) else "differ",
-            base_bits=self._base_bits(entry, base),
+            base_bits=contest.base_bits if entry.arm.name == "ours" else "",
             note=(note + mark).strip(),
         )
-
-    def _base_bits(self, entry: Entry, base: Entry | None) -> str:
-        """This package's default arm against the revision: outputs, gradients, launch records."""
-        if base is None or entry.arm.name != "ours" or not (base.bits and entry.bits):
-            return ""
-        bits = "equal" if entry.bits == base.bits else "differ"
-        launches = "equal" if entry.launches == base.launches else "differ"
-        return f"{bits}; launch records {launches}"
 
 
 def _listed(errors: dict[str, float]) -> str:

@@ -2,7 +2,7 @@
 
 An operator's schema takes tensors. A handle is a 0-d int64 CPU tensor that names an object in a
 weak table: a compiled graph does not specialise on it, and an object that is gone is an error, not
-a wrong answer.
+a wrong answer. The tensor owns the object, so that what an autograd graph saves keeps it alive.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ _next = itertools.count(1)
 
 
 def handle_of(thing: object) -> Tensor:
-    """A new handle; the table does not keep the object alive."""
+    """A new handle, which keeps the object alive; the table does not."""
     number = next(_next)
     _held[number] = thing
-    return torch.tensor(number, dtype=torch.int64)
+    handle = torch.tensor(number, dtype=torch.int64)
+    handle.owner = thing  # type: ignore[attr-defined]
+    return handle
 
 
 def held_by(handle: Tensor, name: str) -> Any:
