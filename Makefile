@@ -37,8 +37,9 @@ lint: $(VENV)/.dev
 	$(BIN)/codespell src tests docs README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/python tests/contracts/sizes.py
 
+# Tests on many ranks share one pool of processes, so they are one group on one worker.
 pytest: $(VENV)/.dev
-	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) --dist worksteal
+	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -340,13 +340,15 @@ _OPTIONS = frozenset(inspect.signature(_inputs).parameters) - {"extra"}
 
 
 def _call(inputs: Inputs) -> tuple[object, ...]:
-    """What a saved set depends on besides the values of the tensors; boundaries by their hash."""
+    """What a saved set depends on besides the values of the tensors; boundaries by their hash, a
+    context by its handle."""
     offsets = inputs.cu_seqlens if inputs.cu_seqlens_cpu is None else inputs.cu_seqlens_cpu
     return (
         tuple(inputs.q.shape),
         tuple(inputs.v.shape),
         inputs.documents,
         None if offsets is None else hash(host_offsets(offsets)),
+        None if inputs.context is None else int(inputs.context),
         str(inputs.q.dtype),
         str(inputs.q.device),
         inputs.initial_state is not None,

@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +15,7 @@ from rich.console import Console
 import longdelta
 from longdelta.cli import demo
 from longdelta.cli.demo import DemoOptions, DemoResult, run_demo
+from longdelta.cli.spread import SpreadCheck, default_ranks
 from longdelta.errors import InvalidInput
 from longdelta.nn import GatedDeltaNet
 from longdelta.testing import budgets
@@ -33,7 +35,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def options(tmp_path: Path) -> DemoOptions:
     path = tmp_path / "text.txt"
     path.write_bytes(TEXT)
-    return DemoOptions(text=path, steps=STEPS, device="cpu")
+    return DemoOptions(text=path, steps=STEPS, device="cpu", ranks=1)
 
 
 def run(options: DemoOptions) -> tuple[DemoResult, str]:
@@ -78,6 +80,55 @@ def test_demo_computes_on_one_thread_unless_told_otherwise(
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     run(replace(options, steps=1, threads=asked))
     assert threads == [used]
+
+
+@pytest.mark.xdist_group("ranks")
+def test_demo_on_two_processes_has_the_loss_and_gradients_of_one(
+    options: DemoOptions, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result, announced = run(replace(options, steps=3, ranks=2))
+    assert "2 processes on gloo (as asked" in announced
+    assert len(result.losses) == 3
+    assert result.losses[2] < result.losses[0]
+    assert len(result.spread) == 2
+    for check, loss in zip(result.spread, (result.losses[0], result.losses[2]), strict=True):
+        assert check.loss == loss
+        # Sums are taken in another order, so that bits differ; a share left out would be far off.
+        assert 0 < check.error <= check.budget == budgets.EAGER[torch.float32]
+        assert abs(check.loss - check.loss_alone) <= check.budget * check.loss_alone
+        assert 0 < check.largest < check.size
+    assert result.passed
+    printed = capfd.readouterr().out
+    # The first process alone prints.
+    assert printed.count("text.txt: ") == 1
+    assert "First step: loss " in printed
+    assert "Last step: loss " in printed
+
+
+def test_demo_fails_where_the_processes_disagree_with_one() -> None:
+    good = SpreadCheck(5.0, 5.0, 1e-8, 1.0, 1e-7, 5e-5)
+    result = DemoResult((5.0, 4.0), 3.0, 1.0, "", (), (good,))
+    assert result.passed
+    for change in ({"error": 1e-3}, {"error": math.nan}, {"loss": 5.001}, {"loss": math.nan}):
+        assert not replace(result, spread=(good, replace(good, **change))).passed
+
+
+@pytest.mark.parametrize(("cores", "ranks"), [(1, 1), (3, 1), (4, 2), (64, 2)])
+def test_demo_takes_a_second_process_where_there_are_cores_for_it(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    assert default_ranks(torch.device("cpu")) == (ranks, f"{cores} cores here")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cores)
+    assert default_ranks(torch.device("cuda"))[0] == min(2, cores)
+
+
+def test_demo_says_how_many_processes_it_chose(
+    options: DemoOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    _, printed = run(replace(options, steps=1, ranks=None))
+    assert "One process (1 cores here); --ranks 2 spreads each step over two." in printed
 
 
 def test_demo_fails_where_the_op_is_out_of_budget(
@@ -180,6 +231,9 @@ def test_default_text_of_an_installed_package_is_its_sources(
         ({"text": Path(__file__).parent}, "text must be a readable file"),
         ({"device": "abacus"}, "device must be auto, cpu or cuda, got 'abacus'"),
         ({"device": "cuda:99"}, "device must be present, got 'cuda:99'"),
+        ({"ranks": 0}, "ranks must be at least 1, got 0"),
+        ({"ranks": 2, "layout": "spiral"}, "layout must be one of contiguous, .* got 'spiral'"),
+        ({"ranks": 2, "align": "word"}, "align must be one of token, segment, got 'word'"),
         ({"plot": Path("loss.svg")}, r"plot must be a \.png .* got loss\.svg"),
         ({"plot": Path("no/such/folder/loss.png")}, "plot must be .* folder that exists"),
     ],

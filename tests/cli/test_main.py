@@ -28,10 +28,14 @@ def test_demo_command_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> 
         return DemoResult((1.0,), 2.0, 0.0, "", ())
 
     monkeypatch.setattr(demo_module, "run_demo", record)
-    given = "demo --text a --steps 7 --seed 3 --device cpu --threads 2 --plot b.png"
+    given = (
+        "demo --text a --steps 7 --seed 3 --device cpu --threads 2 --plot b.png "
+        "--ranks 3 --layout balanced --align segment"
+    )
     assert invoke(*given.split())[0] == 0
     assert invoke("demo")[0] == 0
-    assert seen == [DemoOptions(Path("a"), 7, 3, "cpu", 2, Path("b.png")), DemoOptions()]
+    chosen = DemoOptions(Path("a"), 7, 3, "cpu", 2, Path("b.png"), 3, "balanced", "segment")
+    assert seen == [chosen, DemoOptions()]
 
 
 def test_demo_command_exits_with_one_where_a_gradient_is_out_of_budget(
@@ -47,7 +51,9 @@ def test_demo_command_trains_on_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(demo_module, "SAMPLE_BYTES", 4)
     text = tmp_path / "text.md"
     text.write_bytes(b"# Gated delta rule\n" * 30)
-    code, output = invoke("demo", "--text", str(text), "--steps", "2", "--device", "cpu")
+    code, output = invoke(
+        "demo", "--text", str(text), "--steps", "2", "--device", "cpu", "--ranks", "1"
+    )
     assert code == 0
     assert "text.md: 570 bytes" in output
     assert "2 steps of 64 bytes" in output

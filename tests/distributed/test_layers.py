@@ -145,13 +145,13 @@ def test_conv_on_ranks_takes_and_returns_states_where_documents_start_and_end(
     pool: RankPool,
 ) -> None:
     for layout in LAYOUTS:
-        compare_conv(pool, 3, [40, 0, 33, 50], 4, layout=layout, initial=True)
+        compare_conv(pool, 3, [44, 0, 33, 50], 4, layout=layout, initial=True)
 
 
 def test_conv_refuses_a_state_that_would_have_to_cross_a_rank_border(pool: RankPool) -> None:
     bounds = [0, 4]
     problem = conv_problem(bounds, 4)
-    for failure in pool.outcomes(2, conv, bounds, problem, "contiguous", message_seconds=5):
+    for failure in pool.outcomes(2, conv, bounds, problem, "contiguous", message_seconds=40):
         assert failure.kind == "NotYet"
         assert "initial_state: document 0 is cut at its token 2" in failure.message
 

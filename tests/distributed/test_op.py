@@ -112,6 +112,18 @@ def test_op_with_summaries_is_within_budget(pool: RankPool, dtype: torch.dtype) 
             assert_results(results, expected(work, dtype), EAGER)
 
 
+def test_op_with_summaries_keeps_its_precision_where_a_document_forgets_little(
+    pool: RankPool,
+) -> None:
+    """Maps composed over four ranks in float32: in 16 bits their product would be far off."""
+    work = Workload(lengths=(2048,), gates=-1e-3, betas="small", K=8, V=8, tail=0)
+    for plan, results, logs in on_ranks(
+        pool, 4, work, torch.bfloat16, "token", deterministic=False
+    ):
+        assert {each.name for log in logs for each in log} == {"summaries"}, plan.layout
+        assert_results(results, expected(work, torch.bfloat16), EAGER)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_op_sends_the_bytes_of_the_plan_in_every_collective(

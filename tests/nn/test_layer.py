@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longdelta import reference
-from longdelta.errors import InvalidInput, NotYet
+from longdelta.errors import InvalidInput
 from longdelta.nn import GatedDeltaNet, LayerState
 from longdelta.testing import budgets
 
@@ -180,5 +180,7 @@ def test_layer_names_the_argument_at_fault() -> None:
             torch.zeros(1, 5, HIDDEN),
             initial_state=LayerState(torch.zeros(1, 3, 3), torch.zeros(1, 4, 8, 6)),
         )
-    with pytest.raises(NotYet, match="cp_context must be None"):
+    with pytest.raises(
+        InvalidInput, match=r"cp_context must come from .*build_cp_context; got object"
+    ):
         layer(torch.zeros(1, 5, HIDDEN), cp_context=object())

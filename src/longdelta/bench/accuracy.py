@@ -1,9 +1,9 @@
 """Is an arm right? Errors against float64 and against our own arm, and fingerprints of bits.
 
-Note [Cut]: the token recurrence in float64 is too slow for a whole row, and a shorter row would make
-peers compile other kernels. So the arm runs the row, with a cotangent that is zero outside the first
-tokens of two documents. By causality its output and gradients there are those of these tokens alone,
-which the reference computes; heads do not see each other, so two groups of heads are enough.
+Note [Cut]: the token recurrence in float64 is too slow for a whole row, and a shorter row would
+make peers compile other kernels. So the arm runs the row, with a cotangent that is zero outside the
+first tokens of two documents. By causality its output and gradients there are those of these tokens
+alone, which the reference computes; heads do not see each other, so two groups of them are enough.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def cut_of(row: Row, tokens: int = CUT_TOKENS) -> Cut:
     """The first tokens of the first and of the longest document; first and last q/k head."""
     longest = max(range(len(row.lengths)), key=lambda n: row.lengths[n])
     documents = sorted({0, longest})
-    rows = tuple(
-        (row.offsets[n], row.offsets[n] + min(tokens, row.lengths[n])) for n in documents
-    )
+    rows = tuple((row.offsets[n], row.offsets[n] + min(tokens, row.lengths[n])) for n in documents)
     return Cut(rows, tuple(sorted({0, row.H - 1})))
 
 
@@ -71,9 +69,7 @@ def expected(problem: Problem, cut: Cut) -> tuple[Tensor, ...]:
     do, bounds = cut.of(problem.do, row), cut.offsets()
     scale = row.K**-0.5
     out = reference.recurrence(q, k, v, g, beta, scale=scale, cu_seqlens=bounds)
-    found = reference.recurrence_gradients(
-        q, k, v, g, beta, scale=scale, do=do, cu_seqlens=bounds
-    )
+    found = reference.recurrence_gradients(q, k, v, g, beta, scale=scale, do=do, cu_seqlens=bounds)
     return (out.o, *found[:5])
 
 
@@ -106,9 +102,7 @@ def _bits(x: Tensor) -> int:
     flat = x.detach().contiguous().view(-1).view(_INTEGER[x.element_size()])
     weights = torch.arange(min(flat.numel(), _BLOCK), device=x.device) * 2 + 1
     weights = weights * 0x1E3779B97F4A7C15
-    sums = [
-        (part.to(torch.int64) * weights[: part.numel()]).sum() for part in flat.split(_BLOCK)
-    ]
+    sums = [(part.to(torch.int64) * weights[: part.numel()]).sum() for part in flat.split(_BLOCK)]
     total = 0
     for each in torch.stack(sums).tolist() if sums else []:
         total = (total * 0x5851F42D4C957F2D + each) % (1 << 64)

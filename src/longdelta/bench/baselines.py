@@ -1,7 +1,7 @@
 """The arms: this package and the libraries it is compared with, each behind the same call.
 
 A peer is imported when it is asked for and nowhere else. Its adapter calls the public function with
-q, k, v, a ready g and beta, and no states, since not every peer has these under context parallelism.
+q, k, v, a ready g and beta, and no states: not every peer has these under context parallelism.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _flash_qla_op() -> Op:
 def _on_one(load: Callable[[], Op]) -> Callable[[Problem], Runner]:
     def build(problem: Problem) -> Runner:
         op, bounds = load(), problem.cu_seqlens
-        return Runner(lambda *x: op(*x, cu_seqlens=bounds)[0])  # type: ignore[index]
+        return Runner(lambda *x: op(*x, cu_seqlens=bounds)[0])
 
     return build
 
@@ -167,11 +167,9 @@ def _fla_kcp(problem: Problem) -> Runner:
     _divisible(problem, "FLA KCP")
     op, shards = _fla_op(), _contiguous(problem)
     build = importlib.import_module("fla.ops.cp").build_cp_context
-    context = build(
-        problem.cu_seqlens, problem.place.group, cu_seqlens_cpu=problem.cu_seqlens_cpu
-    )
+    context = build(problem.cu_seqlens, problem.place.group, cu_seqlens_cpu=problem.cu_seqlens_cpu)
     return Runner(
-        lambda *x: op(*x, cp_context=context)[0],  # type: ignore[index]
+        lambda *x: op(*x, cp_context=context)[0],
         shards.shard,
         shards.unshard,
     )
@@ -194,7 +192,7 @@ def _flash_qla_cp(problem: Problem) -> Runner:
         is_train=True,
     )
     return Runner(
-        lambda *x: op(*x, cp_context=context)[0],  # type: ignore[index]
+        lambda *x: op(*x, cp_context=context)[0],
         shards.shard,
         shards.unshard,
     )
@@ -208,7 +206,7 @@ def _by_heads(load: Callable[[], Op]) -> Callable[[Problem], Runner]:
         rows = tuple(shards.partition.local_rows(rank) for rank in range(place.ranks))
         whole, bounds = load(), problem.cu_seqlens
         op = by_heads(
-            lambda *x: whole(*x, cu_seqlens=bounds)[0],  # type: ignore[index]
+            lambda *x: whole(*x, cu_seqlens=bounds)[0],
             HeadSplit(rows, place.rank, place.group),
             row.H,
             row.HV,

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -40,7 +41,7 @@ class Entry:
     errors_float64: dict[str, float] = field(default_factory=dict)
     errors_ours: dict[str, float] = field(default_factory=dict)
     bits: tuple[int, ...] = ()
-    launches: tuple[tuple[str, int], ...] = ()
+    launches: tuple[str, ...] = ()
     same: dict[Cell, bool] = field(default_factory=dict)
     notes: dict[Cell, str] = field(default_factory=dict)
     calls: dict[Cell, list[list[float]]] = field(default_factory=dict)
@@ -151,9 +152,9 @@ class Contest:
         do = accuracy.cut_cotangent(self.problem, self._cut)
         for entry in sorted(self.entries, key=lambda each: each.arm.name != "ours"):
             self.watch(f"{self.problem.row.name}: first call of {entry.arm.name}", 1)
-            entry.note = entry.arm.missing() or self._attempt(lambda e=entry: self._begin(e))
+            entry.note = entry.arm.missing() or self._attempt(partial(self._begin, entry))
             if not entry.note:
-                entry.note = self._attempt(lambda e=entry: self._judge(e, do, expected))
+                entry.note = self._attempt(partial(self._judge, entry, do, expected))
             if entry.note:
                 entry.runner, entry.leaves, entry.do = None, (), None
             release(self.place.device)
@@ -197,7 +198,7 @@ class Contest:
         results, entry.estimate_s = self.timer.once(both)
         entry.peak_gib = collectives.highest(self._memory() - held, self.place.group) / 2**30
         if launch is not None:
-            entry.launches = tuple((each.program, each.grid) for each in launch.records())
+            entry.launches = tuple(map(repr, launch.records()))
         entry.bits = accuracy.fingerprint(results)
         self._compare(entry, results)
 
@@ -272,8 +273,9 @@ class Contest:
         """What can be timed: calls, or graphs of calls."""
         ready: dict[tuple[str, str], Call] = {}
         on_gpu = self.place.device.type == "cuda"
-        pool = torch.cuda.graph_pool_handle() if mode == "replay" and on_gpu else None
         for entry in self.entries:
+            # One pool an arm: its graphs never run at once, and a failed capture harms no other arm.
+            pool = torch.cuda.graph_pool_handle() if mode == "replay" and on_gpu else None
             for op in ops if entry.runner is not None else ():
                 self._prepare(entry, op, mode, pool, ready)
         return ready

@@ -1,7 +1,7 @@
 """Context parallelism by heads: every rank gets all tokens of some heads, computes, and gives back.
 
 One all-to-all in and one out, in each direction: q, k, v, g and beta travel as one message, float32
-as pairs of bfloat16 words, and so do their gradients. Shards of unequal length are sent as they are.
+as pairs of bfloat16 words, and so do their gradients. Shards may have unequal lengths.
 """
 
 from __future__ import annotations
@@ -89,6 +89,11 @@ class _ToRows(torch.autograd.Function):
         return None, ctx.split.to_heads(gradients)[0]
 
 
+_to_heads: type[torch.autograd.Function] = _ToHeads
+_to_rows: type[torch.autograd.Function] = _ToRows
+"""Under their base's name, so that a type checker knows whose untyped `apply` it is."""
+
+
 def by_heads(op: Op, split: HeadSplit, H: int, HV: int) -> Op:
     """An op on whole sequences as one on this rank's rows.
 
@@ -100,7 +105,8 @@ def by_heads(op: Op, split: HeadSplit, H: int, HV: int) -> Op:
         raise UnsupportedProblem(f"{ranks} ranks do not divide the heads ({H}, {HV})")
 
     def run(*tensors: Tensor) -> Tensor:
-        o: Tensor = _ToRows.apply(split, op(*_ToHeads.apply(split, *tensors)))
+        split_heads: tuple[Tensor, ...] = _to_heads.apply(split, *tensors)
+        o: Tensor = _to_rows.apply(split, op(*split_heads))
         return o
 
     return run

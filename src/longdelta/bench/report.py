@@ -24,9 +24,9 @@ def write_report(folder: Path) -> Path:
     runs = read_folder(folder)
     parts = [
         "# Benchmark results",
-        "Made by `longdelta bench report` from the CSV files of this folder. The protocol, and what "
-        "each column means, is in docs/design/benchmark.md. Times in ms; speed-up = median of the "
-        "per-group ratios [least, greatest]; UNSTABLE: the groups differ by more than 1 %.",
+        "Made by `longdelta bench report` from the CSV files of this folder. The protocol, and "
+        "what each column means, is in docs/design/benchmark.md. Times in ms; speed-up = median of "
+        "the per-group ratios [least, greatest]; UNSTABLE: the groups differ by more than 1 %.",
     ]
     for name, records in runs.items():
         pictures = draw_all(records, folder, name)
@@ -44,7 +44,7 @@ def run_section(name: str, records: Sequence[Record]) -> str:
     one = records[0]
     facts = (
         f"{one.device} x {one.ranks}, torch {one.torch}, commit {one.commit}, {one.date} UTC. "
-        f"Arms in order {one.order}; {one.protocol} iterations. Ceilings of this run: matrix product "
+        f"Arms {one.order}; {one.protocol} iterations. Ceilings of this run: matrix product "
         f"{one.matmul_tflops:.4g} TFLOP/s, copy {one.copy_gbs:.4g} GB/s."
     )
     return "\n\n".join(
@@ -145,32 +145,57 @@ def seed_table(records: Sequence[Record]) -> str:
 def arm_table(records: Sequence[Record]) -> str:
     """A line for each row, mode and arm: times, share of the ceiling, memory, errors, notes."""
     ops = list(dict.fromkeys(record.op for record in records))
-    found: dict[tuple[str, str, str], dict[str, Record]] = {}
+    found: dict[tuple[str, str], dict[str, dict[str, Record]]] = {}
     for record in records:
-        found.setdefault((record.row, record.mode, record.arm), {})[record.op] = record
+        modes = found.setdefault((record.row, record.arm), {})
+        modes.setdefault(record.mode, {})[record.op] = record
     lines = []
-    for (row, mode, arm), by_op in found.items():
-        last = by_op.get("fwdbwd") or next(iter(by_op.values()))
-        notes = list(dict.fromkeys(r.note for r in by_op.values() if r.note))
-        bits = {r.bits for r in by_op.values()} - {""}
-        lines.append(
-            [
-                row,
-                mode,
-                f"{arm} {last.version}".strip(),
-                *(_ms(by_op.get(op)) for op in ops),
-                "" if last.share is None else f"{100 * last.share:.0f} %",
-                f"{last.peak_gib:.2f}" if last.peak_gib else "",
-                f"{last.first_call_s:.1f}" if last.first_call_s else "",
-                last.errors_float64,
-                last.errors_ours,
-                "differ" if "differ" in bits else "".join(bits),
-                "; ".join(notes + ([f"base: {last.base_bits}"] if last.base_bits else [])),
-            ]
-        )
+    for (row, arm), modes in found.items():
+        timed = {mode: each for mode, each in modes.items() if any(_timed(each))}
+        shown = timed or dict(list(modes.items())[:1])
+        silent = [each for mode, each in modes.items() if mode not in shown]
+        for place, (mode, by_op) in enumerate(shown.items()):
+            notes = _notes([by_op, *silent] if place == 0 else [by_op])
+            lines.append([row, mode, *_arm_line(arm, by_op, ops), notes])
     heads = ["row", "mode", "arm", *(f"{op} ms" for op in ops), "of ceiling", "peak GiB"]
     heads += ["first call s", "errors, float64", "errors, ours", "bits repeat", "note"]
     return _table(heads, lines)
+
+
+def _timed(by_op: dict[str, Record]) -> list[bool]:
+    return [bool(record.groups_ms) for record in by_op.values()]
+
+
+def _notes(groups: Sequence[dict[str, Record]]) -> str:
+    """What is said of an arm, each once: of its mode, then of modes that were not timed."""
+    own = list(dict.fromkeys(record.note for record in groups[0].values() if record.note))
+    for by_op in groups[1:]:
+        notes = dict.fromkeys(record.note for record in by_op.values() if record.note)
+        own += [f"{next(iter(by_op.values())).mode}: {note}" for note in notes if note not in own]
+    base = next(iter(groups[0].values())).base_bits
+    return "; ".join([*own, *([f"against base: {base}"] if base else [])])
+
+
+def _arm_line(arm: str, by_op: dict[str, Record], ops: Sequence[str]) -> list[str]:
+    last = by_op.get("fwdbwd") or next(iter(by_op.values()))
+    bits = {record.bits for record in by_op.values()} - {""}
+    return [
+        f"{arm} {last.version}".strip(),
+        *(_ms(by_op.get(op)) for op in ops),
+        "" if last.share is None else f"{100 * last.share:.0f} %",
+        f"{last.peak_gib:.2f}" if last.peak_gib else "",
+        f"{last.first_call_s:.1f}" if last.first_call_s else "",
+        _worst(last.errors_float64),
+        _worst(last.errors_ours),
+        "differ" if "differ" in bits else "".join(bits),
+    ]
+
+
+def _worst(errors: str) -> str:
+    """The error of o, and the largest of all; the CSV has every one."""
+    parts = errors.split(", ")
+    worst = max(parts, key=lambda part: float(part.split()[1])) if errors else ""
+    return worst if worst == parts[0] else f"{parts[0]}; {worst}"
 
 
 def row_table(records: Sequence[Record]) -> str:
@@ -209,9 +234,7 @@ def reversed_pairs(runs: dict[str, list[Record]]) -> list[tuple[str, str]]:
     return [(each["as given"], each["reversed"]) for each in kinds.values() if len(each) == 2]
 
 
-def moved_section(
-    name: str, first: Sequence[Record], other: str, second: Sequence[Record]
-) -> str:
+def moved_section(name: str, first: Sequence[Record], other: str, second: Sequence[Record]) -> str:
     """Two runs in separate processes: how many cells are UNSTABLE, how far medians moved."""
     again = {record.key: record for record in second}
     moves = _moves(first, again)

@@ -1,12 +1,13 @@
 """Another revision of this package in the same process, under another name.
 
 The sources of a revision are taken from git and written to a folder with the package renamed
-everywhere in the text: imports, operator namespaces and messages. So both versions live side by side
-and share nothing but torch.
+everywhere in the text: imports, operator namespaces and messages. So both versions live side by
+side and share nothing but torch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import io
 import re
@@ -55,18 +56,42 @@ def load_revision(revision: str, folder: Path | None = None) -> Revision:
     """The package at a git revision, renamed to ``<name>_at_<commit>``.
 
     Args:
-        revision: what git understands: HEAD, HEAD~3, a branch, a tag or a commit.
+        revision: what git understands (HEAD, HEAD~3, a branch, a tag, a commit), or a folder that
+            holds another checkout's package.
         folder: of the package inside its repository; default: this package's own.
     Raises:
         InvalidInput: there is no repository, no such revision, or no package in it.
     Source: this project.
     """
     folder = (folder or source_folder()).resolve()
+    other = next(iter(_packages(Path(revision), folder.name)), None)
+    if other is not None:
+        sources = {
+            path.relative_to(other).as_posix(): path.read_bytes()
+            for path in sorted(other.rglob("*.py"))
+        }
+        commit = hashlib.sha256(repr(sources).encode()).hexdigest()
+    else:
+        commit, sources = _from_git(revision, folder)
+    name = f"{folder.name}_at_{commit[:12]}"
+    if name not in sys.modules:
+        sys.path.insert(0, str(_renamed(sources, folder.name, name)))
+    return Revision(importlib.import_module(name), commit)
+
+
+def _packages(folder: Path, name: str) -> list[Path]:
+    """Where a folder holds the package: in src, right inside, or itself."""
+    places = [folder / "src" / name, folder / name, folder]
+    return [each for each in places if each.name == name and (each / "__init__.py").is_file()]
+
+
+def _from_git(revision: str, folder: Path) -> tuple[str, dict[str, bytes]]:
+    """The commit, and the sources of the package in it by their paths."""
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top.returncode:
         raise InvalidInput(
             f"base={revision!r} needs the package inside a git repository; {folder} is in none. "
-            "Install it from a clone with pip install -e ."
+            "Install it from a clone with pip install -e ., or name a folder with another checkout"
         )
     repository = Path(top.stdout.decode().strip()).resolve()
     found = _git(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
@@ -79,10 +104,13 @@ def load_revision(revision: str, folder: Path | None = None) -> Revision:
     archive = _git(repository, "archive", "--format=tar", commit, where)
     if archive.returncode:
         raise InvalidInput(f"base: revision {revision!r} ({commit[:12]}) has no {where}")
-    name = f"{folder.name}_at_{commit[:12]}"
-    if name not in sys.modules:
-        sys.path.insert(0, str(_renamed(archive.stdout, where, folder.name, name)))
-    return Revision(importlib.import_module(name), commit)
+    sources: dict[str, bytes] = {}
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+        for member in tar.getmembers():
+            stream = tar.extractfile(member) if member.name.endswith(".py") else None
+            if stream is not None:
+                sources[Path(member.name).relative_to(where).as_posix()] = stream.read()
+    return commit, sources
 
 
 def _known(repository: Path) -> str:
@@ -93,21 +121,13 @@ def _known(repository: Path) -> str:
     return f"it has {listed}; the latest commits are {commits}"
 
 
-def _renamed(archive: bytes, where: str, old: str, new: str) -> Path:
-    """A folder that holds the archived package as `new`."""
+def _renamed(sources: dict[str, bytes], old: str, new: str) -> Path:
+    """A folder that holds the package as `new`."""
     holder = tempfile.TemporaryDirectory(prefix=f"{new}-")
     _held.append(holder)
-    root = Path(holder.name)
     word = re.compile(rf"\b{re.escape(old)}\b")
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        for member in tar.getmembers():
-            stream = tar.extractfile(member) if member.isfile() else None
-            if stream is None:
-                continue
-            path = root / new / Path(member.name).relative_to(where)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            data = stream.read()
-            if path.suffix == ".py":
-                data = word.sub(new, data.decode()).encode()
-            path.write_bytes(data)
-    return root
+    for name, data in sources.items():
+        path = Path(holder.name) / new / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(word.sub(new, data.decode("utf-8")), encoding="utf-8")
+    return Path(holder.name)

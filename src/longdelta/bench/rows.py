@@ -6,7 +6,7 @@ import difflib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from longdelta.errors import InvalidInput
 
@@ -74,7 +74,7 @@ def log_normal(tokens: int, documents: int, seed: int, sigma: float = 1.0) -> tu
     weights = [draw.lognormvariate(0.0, sigma) for _ in range(documents)]
     spare, total = tokens - documents, sum(weights)
     marks = [round(spare * part / total) for part in accumulate(weights, initial=0.0)]
-    return tuple(1 + stop - start for start, stop in zip(marks[:-1], marks[1:], strict=True))
+    return tuple(1 + stop - start for start, stop in pairwise(marks))
 
 
 def _short(tokens: int) -> str:

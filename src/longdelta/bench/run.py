@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from longdelta.bench.baselines import Arm, chosen_arms, revision_arm
+from longdelta.bench.baselines import Arm, chosen_arms, release, revision_arm
 from longdelta.bench.contest import Contest, Entry
 from longdelta.bench.problem import Place, problem_of
 from longdelta.bench.results import MODES, OPS, Record, write_csv
@@ -38,6 +38,7 @@ class Options:
     reverse: bool = False
     quick: bool = False
     out: Path = Path("benchmarks/results")
+    commit: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Plan:
     schedule: Schedule
     reverse: bool
     path: Path
+    commit: str
 
     @property
     def steps(self) -> int:
@@ -79,9 +81,9 @@ def plan_of(options: Options, place: Place) -> Plan:
     schedule = SMOKE if suite.name == "smoke" else QUICK if options.quick else FULL
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     name = f"{suite.name}-{_slug(place)}-{stamp}" + ("-reversed" if options.reverse else "")
-    return Plan(
-        suite, rows, arms, ops, modes, schedule, options.reverse, options.out / f"{name}.csv"
-    )
+    path = options.out / f"{name}.csv"
+    commit = options.commit or commit_here()
+    return Plan(suite, rows, arms, ops, modes, schedule, options.reverse, path, commit)
 
 
 def _among(name: str, chosen: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
@@ -103,7 +105,10 @@ def _check_machine(suite: Suite, place: Place) -> None:
             f"--nproc-per-node {suite.ranks} -m longdelta bench --suite {suite.name}"
         )
     if suite.ranks and suite.ranks != place.ranks:
-        raise InvalidInput(f"suite {suite.name} runs on {suite.ranks}; here are {place.ranks} ranks")
+        raise InvalidInput(
+            f"suite {suite.name} runs on {suite.ranks} rank{'s' * (suite.ranks > 1)}; "
+            f"here are {place.ranks}"
+        )
 
 
 def _slug(place: Place) -> str:
@@ -145,7 +150,7 @@ class Run:
     def _common(self) -> dict[str, Any]:
         return {
             "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-            "commit": commit_here(),
+            "commit": self.plan.commit,
             "device": device_name(self.place),
             "torch": torch.__version__,
             "ranks": self.place.ranks,
@@ -177,6 +182,8 @@ class Run:
                 self._keep(contest, " (interrupted)")
                 break
             self._keep(contest, "")
+            contest = None
+            release(self.place.device)
         return self.records
 
     def _keep(self, contest: Contest | None, mark: str) -> None:
@@ -188,11 +195,9 @@ class Run:
         if self.place.rank == 0:
             write_csv(self.records, self.plan.path)
 
-    def _record(
-        self, contest: Contest, entry: Entry, op: str, mode: str, mark: str
-    ) -> Record:
+    def _record(self, contest: Contest, entry: Entry, op: str, mode: str, mark: str) -> Record:
         row = contest.problem.row
-        work = work_of(row, op)
+        work = work_of(row, op, contest.problem.do.element_size())
         alone = entry.arm.name == "flash_qla_one_gpu"
         groups = entry.groups(op, mode, self.plan.schedule.rounds)
         same = [entry.same[op, mode]] if (op, mode) in entry.same else []

@@ -65,7 +65,7 @@ class Schedule:
 
 FULL = Schedule()
 QUICK = Schedule(groups=2, rounds=1, budget_s=1.0)
-SMOKE = Schedule(warmup=1, timed=2, flush_bytes=0)
+SMOKE = Schedule(groups=3, rounds=1, warmup=1, timed=3, flush_bytes=0)
 
 
 def palindromes(names: Sequence[str], rounds: int, reverse: bool = False) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Floating-point operations and bytes that a row needs whoever computes it, and the card's ceilings.
+"""Operations and bytes that a row needs, whoever computes it, and the ceilings of the card.
 
 Counted for the chunked algorithm at its leanest, per token and value head with G = HV / H, from
 B = 2 C K V, m_K = 2 C C K, m_V = 2 C C V and t = 2 C^3 a chunk of C = 64 tokens:

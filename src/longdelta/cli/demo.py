@@ -1,8 +1,8 @@
 """``longdelta demo``: a byte-level language model of GatedDeltaNet layers, trained on a real text.
 
-Every step packs documents of unlike lengths into one row. At the end the model writes a line, token
-by token through its states, and the op's gradients on the trained model's own q, k, v and gates are
-compared with the float64 reference.
+Every step packs documents of unlike lengths into one row, which may be spread over processes. At
+the end the model writes a line, token by token through its states, and the op's gradients on the
+trained model's own q, k, v and gates are compared with the float64 reference.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -27,24 +26,29 @@ from torch import Tensor, nn
 
 import longdelta
 from longdelta import reference
+from longdelta.cli.model import V_HEADS, Batch, Block, ByteModel
+from longdelta.cli.spread import SpreadCheck, SpreadStep, Step, default_ranks, step_alone
+from longdelta.distributed.collectives import Group, place_in
 from longdelta.errors import InvalidInput
-from longdelta.nn import GatedDeltaNet, LayerState, Operands
+from longdelta.nn import LayerState, Operands
+from longdelta.plan.partition import partition
 from longdelta.testing import budgets
+from longdelta.testing.ranks import RankPool
 
-BYTES = 256
-HIDDEN, BLOCKS, HEADS, V_HEADS, HEAD_DIM = 128, 2, 2, 4, 32
 STEP_TOKENS = 1024
 SHORTEST, LONGEST = 8, 512
 """Tokens of a packed document; lengths are log-uniform between them."""
 PEAK_RATE, WARM_UP = 4e-3, 0.1
 SAMPLE_BYTES, TEMPERATURE = 100, 0.7
+LONGEST_RUN_S, LONGEST_MESSAGE_S = 86400.0, 300.0
 CHECKED_LENGTHS = (37, 1, 90)
 """Documents of the gradient comparison: within a chunk, a single token, across two chunks."""
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """text: file or None for the project's documentation; threads: 0 is one.
+    """text: file or None for the project's documentation; threads: 0 is one; ranks: processes that
+    share each step, None for a sensible number; layout, align: as in `build_cp_context`.
 
     Tensors this small gain little from a second thread, and on a busy core it costs much: 20 steps
     took 3.0 s on one thread and 67.6 s on two, of two cores with other work (torch 2.13).
@@ -56,6 +60,9 @@ class DemoOptions:
     device: str = "auto"
     threads: int = 0
     plot: Path | None = None
+    ranks: int | None = None
+    layout: str = "zigzag"
+    align: str = "token"
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,8 @@ class DemoResult:
     seconds: float
     sample: str
     comparisons: tuple[Comparison, ...]
+    spread: tuple[SpreadCheck, ...] = ()
+    """Of the first and last step; empty for one process."""
 
     @property
     def end_loss(self) -> float:
@@ -89,73 +98,8 @@ class DemoResult:
 
     @property
     def passed(self) -> bool:
-        return math.isfinite(self.end_loss) and all(c.passed for c in self.comparisons)
-
-
-class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixer_norm = nn.RMSNorm(HIDDEN)
-        self.mixer = GatedDeltaNet(HIDDEN, HEADS, V_HEADS, head_dim=HEAD_DIM)
-        self.mlp = nn.Sequential(
-            nn.RMSNorm(HIDDEN),
-            nn.Linear(HIDDEN, 3 * HIDDEN, bias=False),
-            nn.SiLU(),
-            nn.Linear(3 * HIDDEN, HIDDEN, bias=False),
-        )
-
-    def forward(
-        self, x: Tensor, cu_seqlens: Tensor, state: LayerState | None, output_final_state: bool
-    ) -> tuple[Tensor, LayerState | None]:
-        mixed = self.mixer(
-            self.mixer_norm(x),
-            cu_seqlens,
-            initial_state=state,
-            output_final_state=output_final_state,
-        )
-        x = x + mixed.y
-        return x + self.mlp(x), mixed.final_state
-
-
-class ModelOutput(NamedTuple):
-    """logits ``[1, T, 256]``; states: one per block, None where not asked for."""
-
-    logits: Tensor
-    states: list[LayerState | None]
-
-
-class ByteModel(nn.Module):
-    """Next-byte model of packed documents."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(BYTES, HIDDEN)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Sequential(nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, BYTES, bias=False))
-
-    def forward(
-        self,
-        tokens: Tensor,
-        cu_seqlens: Tensor,
-        states: list[LayerState | None] | None = None,
-        output_final_state: bool = False,
-    ) -> ModelOutput:
-        x = self.embedding(tokens)
-        after = []
-        for block, state in zip(self.blocks, states or [None] * BLOCKS, strict=True):
-            x, state = block(x, cu_seqlens, state, output_final_state)
-            after.append(state)
-        return ModelOutput(self.head(x), after)
-
-
-class Batch(NamedTuple):
-    """tokens, targets ``[1, T]`` int64; cu_seqlens ``[N + 1]`` int64, on the model's device."""
-
-    tokens: Tensor
-    targets: Tensor
-    cu_seqlens: Tensor
+        right = all(c.passed for c in self.comparisons) and all(c.passed for c in self.spread)
+        return math.isfinite(self.end_loss) and right
 
 
 def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult:
@@ -169,6 +113,39 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     device = _device(options.device)
     if options.plot is not None:
         _check_plot(options.plot)
+    read_text(options.text)
+    ranks, why = default_ranks(device)
+    if options.ranks is not None:
+        ranks, why = options.ranks, f"as asked; {why}"
+    _check_ranks(ranks, options, device)
+    if ranks == 1:
+        console.print(f"One process ({why}); --ranks 2 spreads each step over two.")
+        result = _run(options, console, device, step_alone)
+        assert result is not None
+        return result
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    console.print(
+        f"{ranks} processes on {backend} ({why}) share the tokens of each step: "
+        f"{options.layout}, cut by {options.align}."
+    )
+    with RankPool(ranks, backend, LONGEST_RUN_S, LONGEST_MESSAGE_S) as pool:
+        found: DemoResult = pool.run(ranks, demo_on_rank, options)[0]
+    return found
+
+
+def demo_on_rank(group: Group, options: DemoOptions) -> DemoResult | None:
+    """The demo on one process of several; the first one prints and returns the result."""
+    rank, _ = place_in(group)
+    device = _device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank)
+    step = SpreadStep(group, options.layout, options.align, V_HEADS, last=options.steps - 1)
+    return _run(options, Console(quiet=rank > 0), device, step, lead=rank == 0)
+
+
+def _run(
+    options: DemoOptions, console: Console, device: torch.device, step: Step, lead: bool = True
+) -> DemoResult | None:
     name, text = read_text(options.text)
     torch.set_num_threads(options.threads or 1)
     torch.manual_seed(options.seed)
@@ -179,11 +156,14 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     parameters = sum(p.numel() for p in model.parameters())
     console.print(f"{name}: {len(text):,} bytes. Model: {parameters:,} parameters on {device}.")
     started = time.perf_counter()
-    losses = _train(model, data, options.steps, rng, console)
+    losses = _train(model, data, options.steps, rng, console, step)
+    if not lead:
+        return None
     seconds = time.perf_counter() - started
+    checks = tuple(step.checks) if isinstance(step, SpreadStep) else ()
     comparisons = compare_gradients(model, data, rng)
     sample = write_line(model, data, rng)
-    result = DemoResult(losses, byte_entropy(text), seconds, sample, comparisons)
+    result = DemoResult(losses, byte_entropy(text), seconds, sample, comparisons, checks)
     _report(result, console)
     if options.plot is not None:
         _plot(result, options.plot)
@@ -305,7 +285,12 @@ def _pack(data: Tensor, lengths: list[int], rng: random.Random) -> Batch:
 
 
 def _train(
-    model: ByteModel, data: Tensor, steps: int, rng: random.Random, console: Console
+    model: ByteModel,
+    data: Tensor,
+    steps: int,
+    rng: random.Random,
+    console: Console,
+    step: Step,
 ) -> tuple[float, ...]:
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -323,14 +308,11 @@ def _train(
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=steps, loss=math.nan)
         for _ in range(steps):
-            tokens, targets, cu_seqlens = draw_batch(data, rng)
-            loss = F.cross_entropy(model(tokens, cu_seqlens).logits[0], targets[0])
             optimizer.zero_grad()
-            loss.backward()
+            losses.append(step(model, draw_batch(data, rng)))
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            losses.append(loss.item())
             progress.update(task, advance=1, loss=losses[-1])
     return tuple(losses)
 
@@ -353,6 +335,13 @@ def _report(result: DemoResult, console: Console) -> None:
         verdict = Text("pass", "green") if c.passed else Text("FAIL", "bold red")
         table.add_row(c.name, f"{c.error:.1e}", f"{c.budget:.1e}", verdict)
     console.print(table)
+    for when, check in zip(("First", "Last"), result.spread, strict=False):
+        console.print(
+            f"{when} step: loss {check.loss:.6f} on all processes, {check.loss_alone:.6f} in one; "
+            f"largest gradient difference {check.largest:.1e} of {check.size:.1e}, "
+            f"relative L2 {check.error:.1e} (budget {check.budget:.1e}): "
+            f"{'pass' if check.passed else 'FAIL'}."
+        )
     steps, below = len(result.losses), result.entropy - result.end_loss
     console.print(
         f"{steps} steps of {STEP_TOKENS} bytes in {result.seconds:.1f} s. "
@@ -377,6 +366,18 @@ def _device(name: str) -> torch.device:
             "pass --device cpu"
         )
     return device
+
+
+def _check_ranks(ranks: int, options: DemoOptions, device: torch.device) -> None:
+    """Raises where the processes could not start, or could not share a step."""
+    if ranks < 1:
+        raise InvalidInput(f"ranks must be at least 1, got {ranks}")
+    if device.type == "cuda" and ranks > max(1, torch.cuda.device_count()):
+        raise InvalidInput(
+            f"ranks must be at most the {torch.cuda.device_count()} GPUs here, got {ranks}; "
+            "pass --device cpu"
+        )
+    partition([0], ranks, options.layout, align=options.align)
 
 
 def _check_plot(path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from longdelta.cli.bench import bench_app
 from longdelta.cli.plan import plan_command
 from longdelta.errors import InvalidInput
 
@@ -16,6 +17,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command("plan")(plan_command)
+app.add_typer(bench_app, name="bench")
 
 
 @app.command()
@@ -31,12 +33,26 @@ def demo(
         int, typer.Option(min=0, help="Of torch on the CPU; 0: one, the safe choice.")
     ] = 0,
     plot: Annotated[Path | None, typer.Option(help="Save the loss curve as a PNG.")] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes that share each step; default: 2 with 4 cores or GPUs."
+        ),
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="Of the tokens on the processes: contiguous, zigzag, ...")
+    ] = "zigzag",
+    align: Annotated[
+        str, typer.Option(help="Where documents are cut: token (anywhere) or segment.")
+    ] = "token",
 ) -> None:
     """Train a small byte-level language model, sample from it and check its gradients."""
     from longdelta.cli.demo import DemoOptions, run_demo
 
     try:
-        result = run_demo(DemoOptions(text, steps, seed, device, threads, plot))
+        result = run_demo(
+            DemoOptions(text, steps, seed, device, threads, plot, ranks, layout, align)
+        )
     except InvalidInput as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(0 if result.passed else 1)

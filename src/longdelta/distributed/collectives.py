@@ -164,7 +164,9 @@ def agree(digest: bytes, group: Group) -> list[int]:
     return (everyone != mine).any(dim=1).nonzero().flatten().tolist()
 
 
-def all_to_all(name: str, x: Tensor, sent: Sequence[int], came: Sequence[int], group: Group) -> Tensor:
+def all_to_all(
+    name: str, x: Tensor, sent: Sequence[int], came: Sequence[int], group: Group
+) -> Tensor:
     """One exchange of everything: `sent[r]` rows of x go to rank r, `came[r]` rows come from it."""
     result = x.new_empty(sum(came), *x.shape[1:])
     with torch.profiler.record_function(f"longdelta::{name}"):

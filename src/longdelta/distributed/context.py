@@ -38,7 +38,7 @@ class CPContext:
         starts, ends: documents that start / end here: initial_state has one row for each of
             `starts`, final_state one for each of `ends`, in document order.
         rows: packed rows that this rank's tensors must have.
-        device: where `shard` puts tensors that it is not given one for.
+        device: where `shard` puts rows; None: where they are.
     Source: this project, docs/guides/context-parallelism.md.
     """
 
@@ -46,13 +46,13 @@ class CPContext:
         self,
         held: Partition,
         group: Group | None,
-        device: torch.device,
+        device: torch.device | str | None,
         conv1d_kernel_size: int | None,
     ) -> None:
         self.partition = held
         self.group = group
         self.rank, self.ranks = collectives.place_in(group)
-        self.device = device
+        self.device = None if device is None else torch.device(device)
         self.conv1d_kernel_size = conv1d_kernel_size
         self.cu_seqlens = torch.tensor(held.local_cu_seqlens(self.rank), dtype=torch.int64)
         self.starts = held.starts(self.rank)
@@ -129,12 +129,14 @@ class CPContext:
         return self._halo(kernel_size)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's rows of a whole tensor: [B, rows of the batch, ...] -> [B, rows, ...].
+        """This rank's rows of a whole tensor: [B, rows of the batch, ...] -> [B, rows, ...], on
+        the context's device.
 
         Differentiable: the gradient of rows that other ranks hold is zero here.
         """
         self._check_rows("shard", x, dim, self.partition.rows)
-        return sharded(x, dim, self.partition.rows_of(self.rank))
+        rows = sharded(x, dim, self.partition.rows_of(self.rank))
+        return rows if self.device is None else rows.to(self.device)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor from every rank's rows, on every rank.
@@ -209,9 +211,10 @@ def build_cp_context(
         rows: packed rows of the batch, where more than the documents have tokens; the last rank
             holds the rest.
         conv1d_kernel_size: the longest short convolution that will use the context; None: any.
-        device: default of `shard`; the op takes tensors on any device that the group carries.
+        device: where `shard` puts rows; None: where the whole tensor is. The op takes tensors on
+            any device that the group carries.
     Returns:
-        A `CPContext`; keep it alive until the backward is done.
+        A `CPContext`.
     Raises:
         InvalidInput: an argument is wrong, or differs between ranks (on every rank).
     Source: this project; layouts: docs/design/partition.md.
@@ -225,7 +228,7 @@ def build_cp_context(
         "fragments": fragments,
         "rows": rows,
     }
-    held = _planned(cu_seqlens, ranks, conv1d_kernel_size, options)
+    held = _planned(cu_seqlens, ranks, conv1d_kernel_size, device, options)
     plan = "none" if isinstance(held, InvalidInput) else held.digest()
     if group is not None and ranks > 1:
         said = f"{plan} conv={conv1d_kernel_size}"
@@ -237,18 +240,19 @@ def build_cp_context(
             )
     if isinstance(held, InvalidInput):
         raise held
-    default = "cpu" if group is None else collectives.carrier(group)
-    return CPContext(held, group, torch.device(device or default), conv1d_kernel_size)
+    return CPContext(held, group, device, conv1d_kernel_size)
 
 
 def _planned(
     cu_seqlens: Tensor | Sequence[int],
     ranks: int,
     conv1d_kernel_size: int | None,
+    device: torch.device | str | None,
     options: dict[str, Any],
 ) -> Partition | InvalidInput:
     """The plan, or what is wrong with the arguments: every rank must reach the agreement."""
     try:
+        torch.device("cpu" if device is None else device)
         if not (conv1d_kernel_size is None or is_int(conv1d_kernel_size)):
             raise InvalidInput(
                 f"conv1d_kernel_size must be an integer or None, got {conv1d_kernel_size!r}"

@@ -84,19 +84,20 @@ def fragment_history(
     bounds = halo.bounds[context.rank]
     _check_state(initial_state, kernel_size, context)
     received = _received(x, _Route(context, halo.messages, bounds[-1]), active())
-    dtype = x.dtype
-    if initial_state is not None:
-        dtype = torch.promote_types(dtype, initial_state.dtype)
-    W, D = kernel_size - 1, x.shape[1]
-    histories, started = [], 0
+    zeros = x.new_zeros(1, x.shape[1], kernel_size - 1)
+    dtype = x.dtype if initial_state is None else torch.promote_types(x.dtype, initial_state.dtype)
+    # Row 0 for a fragment whose document starts elsewhere; a state without rows has a gradient too.
+    states = (
+        zeros if initial_state is None else torch.cat([zeros.to(dtype), initial_state.to(dtype)])
+    )
+    histories, started = [states[:0]], 0
     for index, fragment in enumerate(context.partition.fragments[context.rank]):
         rows = received[bounds[index] : bounds[index + 1]].T.to(dtype)
-        before = x.new_zeros(D, W, dtype=dtype)
-        if initial_state is not None and fragment.offset == 0:
-            before = initial_state[started].to(dtype)
         started += fragment.offset == 0
-        histories.append(torch.cat([before[:, rows.shape[1] :], rows], dim=1))
-    return torch.stack(histories) if histories else x.new_zeros(0, D, W, dtype=dtype)
+        own = started if fragment.offset == 0 and initial_state is not None else 0
+        history = torch.cat([states[own, :, rows.shape[1] :], rows], dim=1)
+        histories.append(history.unsqueeze(0))
+    return torch.cat(histories)
 
 
 def _check_state(initial_state: Tensor | None, kernel_size: int, context: CPContext) -> None:

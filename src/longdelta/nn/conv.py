@@ -144,6 +144,11 @@ def _across_ranks(
     cp_context: CPContext,
 ) -> ConvOutput:
     """Each fragment of a document with the tokens before it, from whichever ranks hold them."""
+    if not isinstance(cp_context, CPContext):
+        raise InvalidInput(
+            "cp_context must come from longdelta.distributed.build_cp_context; got "
+            f"{type(cp_context).__name__}"
+        )
     if x.dim() != 3 or x.shape[:2] != (1, cp_context.rows):
         raise InvalidInput(
             f"x must be [1, {cp_context.rows}, D], the rows of rank {cp_context.rank} of this "

@@ -7,9 +7,9 @@ diagonal tiles are inverted one per warp, in registers: a fragment of an accumul
 a fragment of the right operand, so Z and Z^T are carried side by side and nothing moves between
 lanes. The merges to 32 and 64 pass through shared memory.
 
-Operands are fp16. Where beta exceeds 1, or a key is longer than 1, each is split into a bf16 head
-and tail instead (three products): what cancels there needs 16 bits, and entries that leave the
-range of fp16 stay finite until they are stored, saturating.
+Operands are fp16. Where beta |k|^2 exceeds 1 each is split into a bf16 head and tail instead (three
+products): what cancels there needs 16 bits, and entries that leave the range of fp16 stay finite
+until they are stored, saturating.
 """
 
 from __future__ import annotations
@@ -131,8 +131,12 @@ def prepare_kernel(k, g, beta, G, Z, chunks, HV, GROUP, H, k_t, k_h):
     T: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     P: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 1, 2], [1, 16, 8])
     Q: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
-    VL: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    IN: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    VL: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     OL: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    flat1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    flat2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     rows3: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])
     pid = gl.program_id(0)
@@ -140,12 +144,14 @@ def prepare_kernel(k, g, beta, G, Z, chunks, HV, GROUP, H, k_t, k_h):
     hk = pid - c * H
     row = gl.load(chunks + 2 * c)
     size = gl.load(chunks + 2 * c + 1)
-    n = gl.arange(0, 64, layout=VL)
-    at = (row + n).to(gl.int64) * HV
-    gate = gl.load(g + at + hk * GROUP, mask=n < size, other=0.0)
-    b = gl.load(beta + at + hk * GROUP, mask=n < size, other=0.0)
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, IN))[:, None]
+    m = gl.arange(0, 4, layout=gl.SliceLayout(0, IN))[None, :]
+    at = (row + n).to(gl.int64) * HV + hk * GROUP + m
+    there = (n < size) & (m < GROUP)
+    gate = gl.load(g + at, mask=there, other=0.0)
+    b = gl.load(beta + at, mask=there, other=0.0)
 
-    # N of the q/k head, cut into the links of each merge.
+    # N of the q/k head: the diagonal tiles, and the links of the two merges as right operands.
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ks = gl.allocate_shared_memory(gl.bfloat16, [64, 128], tile)
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, KL))[:, None]
@@ -159,45 +165,61 @@ def prepare_kernel(k, g, beta, G, Z, chunks, HV, GROUP, H, k_t, k_h):
     N = warpgroup_mma_wait(0, [N])
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, NL))[:, None]
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, NL))[None, :]
-    tiles = gl.where((i // 16 == j // 16) & (i > j), N, 0.0)
+    tiles = gl.where(i // 16 == j // 16, N, 0.0)
     tiles = gl.convert_layout(gl.sum(gl.reshape(tiles, [4, 16, 4, 16]), 2), T)
-    long_keys = gl.max(gl.max(gl.abs(N), 1), 0) > 1.02
-    ns = gl.allocate_shared_memory(gl.float32, [64, 64], rows2)
-    ns.store(N)
-    gl.thread_barrier()
-    link64_t = ns.slice(32, 32, 0).slice(0, 32, 1).permute((1, 0)).load(gl.DotOperandLayout(1, Q, 2))
+    ti = gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(0, T)))[:, None][None, :, :]
+    tj = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, T)))[None, :][None, :, :]
+    norms = gl.allocate_shared_memory(gl.float32, [64], flat1)
+    norms._reinterpret(gl.float32, [4, 16], flat2).store(gl.sum(gl.where(ti == tj, tiles, 0.0), 2))
     links = gl.where((i // 32 == j // 32) & (i // 16 > j // 16), N, 0.0)
-    links = gl.sum(gl.sum(gl.reshape(links, [2, 2, 16, 4, 16]), 3), 1)
-    work = gl.allocate_shared_memory(gl.float32, [32, 32], rows2)
-    ls = work._reinterpret(gl.float32, [2, 16, 32], rows3).slice(0, 16, 2)
-    ls.store(links)
-    gl.thread_barrier()
-    link32_t = ls.permute((0, 2, 1)).load(gl.DotOperandLayout(1, P, 2))
-
+    links = gl.sum(gl.reshape(links, [4, 16, 4, 16]), 2)
     halves = gl.allocate_shared_memory(gl.float32, [2, 32, 32], rows2)
+    ls = halves._reinterpret(gl.float32, [64, 32], rows2).slice(0, 16, 1)
+    ls.store(gl.reshape(links, [64, 16]))
+    lower = gl.sum(gl.reshape(gl.where((i >= 32) & (j < 32), N, 0.0), [64, 2, 32]), 1)
+    ns = gl.allocate_shared_memory(gl.float32, [64, 32], rows2)
+    ns.store(lower)
+    gl.thread_barrier()
+    link64_t = ns.slice(32, 32, 0).permute((1, 0)).load(gl.DotOperandLayout(1, Q, 2))
+    pairs = halves._reinterpret(gl.float32, [2, 32, 32], rows3).slice(16, 16, 1).slice(0, 16, 2)
+    link32_t = pairs.permute((0, 2, 1)).load(gl.DotOperandLayout(1, P, 2))
+
+    work = gl.allocate_shared_memory(gl.float32, [32, 32], rows2)
     z21 = gl.allocate_shared_memory(gl.float32, [32, 32], rows2)
-    bs = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    gs = gl.allocate_shared_memory(gl.float32, [4, 64], flat2)
+    bs = gl.allocate_shared_memory(gl.float32, [4, 64], flat1)
+    b2 = bs._reinterpret(gl.float32, [4, 64], flat2)
+    vh = gl.arange(0, 4, layout=gl.SliceLayout(1, VL))[:, None]
+    vn = gl.arange(0, 64, layout=gl.SliceLayout(0, VL))[None, :]
     oi = gl.arange(0, 32, layout=gl.SliceLayout(1, OL))[:, None]
     oj = gl.arange(0, 32, layout=gl.SliceLayout(0, OL))[None, :]
-    for h in range(hk * GROUP, (hk + 1) * GROUP):
-        slot = (c * HV + h).to(gl.int64)
-        gl.store(G + slot * 64 + n, gl.associative_scan(gl.maximum(gate, GATE_FLOOR), 0, _add))
-        split = long_keys | (gl.max(b, 0) > 1.0)
-        bs.store(b)
-        following = gl.minimum(h + 1, HV - 1)
-        gate = gl.load(g + at + following, mask=n < size, other=0.0)
-        b = gl.load(beta + at + following, mask=n < size, other=0.0)
+    for block in range(0, GROUP, 4):
+        h0 = hk * GROUP + block
+        held = gl.minimum(GROUP - block, 4)
+        gs.permute((1, 0)).store(gate)
+        b2.permute((1, 0)).store(b)
         gl.thread_barrier()
-        if split:
-            _invert(tiles, link32_t, link64_t, bs, halves, work, z21, T, P, Q, True)
-        else:
-            _invert(tiles, link32_t, link64_t, bs, halves, work, z21, T, P, Q, False)
-        out = Z + slot * 4096 + oi * 64 + oj
-        gl.store(out, to_fp16(halves.index(0).load(OL)))
-        gl.store(out + 32, gl.full([32, 32], 0.0, gl.float16, OL))
-        gl.store(out + 2048, to_fp16(z21.load(OL)))
-        gl.store(out + 2080, to_fp16(halves.index(1).load(OL)))
-        gl.thread_barrier()
+        following = (n < size) & (m < GROUP - block - 4)
+        gate = gl.load(g + at + block + 4, mask=following, other=0.0)
+        b = gl.load(beta + at + block + 4, mask=following, other=0.0)
+        total = gl.associative_scan(gl.maximum(gs.load(VL), GATE_FLOOR), 1, _add)
+        slot = (c * HV + h0).to(gl.int64)
+        gl.store(G + (slot + vh) * 64 + vn, total, mask=vh < held)
+        for h in range(held):
+            if gl.max(bs.index(h).load(EACH) * norms.load(EACH), 0) > 1.02:
+                _invert(tiles, link32_t, link64_t, bs.index(h), halves, work, z21, T, P, Q, True)
+            else:
+                _invert(tiles, link32_t, link64_t, bs.index(h), halves, work, z21, T, P, Q, False)
+            out = Z + (slot + h) * 4096 + oi * 64 + oj
+            gl.store(out, to_fp16(halves.index(0).load(OL)))
+            gl.store(out + 32, gl.full([32, 32], 0.0, gl.float16, OL))
+            gl.store(out + 2048, to_fp16(z21.load(OL)))
+            gl.store(out + 2080, to_fp16(halves.index(1).load(OL)))
+            gl.thread_barrier()
+
+
+_REGISTERS = 128
+"""Of a thread: four programs a multiprocessor."""
 
 
 def prepare(k: Tensor, g: Tensor, beta: Tensor, tables: Tables, *, G: Tensor, Z: Tensor) -> None:
@@ -219,5 +241,5 @@ def prepare(k: Tensor, g: Tensor, beta: Tensor, tables: Tables, *, G: Tensor, Z:
         H,
         k.stride(0),
         k.stride(1),
-        maxnreg=128,
+        maxnreg=_REGISTERS,
     )

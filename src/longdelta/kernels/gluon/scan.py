@@ -1,13 +1,13 @@
 """scan: state and output, one chunk after another, every segment from its own S_in.
 
-    W = V - E K S        Uh = W + (Gam * Z) (b W)        U = b Uh
-    O = s (E Q S + (Gam * Q K^T) U)                      S <- gamma S + K^T (r U)
+    W = V - E K S        Uh = W + (Gam * Z * b_j) W        O = s E Q S + (s Gam * Q K^T * b_j) Uh
+    S <- gamma S + K^T (r b Uh)
 One program walks one (segment, value head) after another. The state is held transposed, 64 value
 rows x 128 keys of fp32 in each of two warp groups, and is itself the register operand of the
 products with K and Q, so it never passes through shared memory. Per chunk and group three waits:
-[K S, Q S], [(Gam Z) b W], [K^T r U, P U]. A third group makes P = s Gam * Q K^T and Gam * Z, a
-single warp loads. Barriers: full (tiles and vectors of a stage have come), ready (Gam Z, P made),
-empty and p_free (both state groups are done with them).
+[K S, Q S], [(Gam Z b) W], [K^T r b Uh, P Uh]. A third group makes Gam Z b and P = s Gam Q K^T b, a
+single warp loads. Barriers: full (the tiles and vectors of a stage have come), ready (Gam Z b and P
+are made), empty (both state groups are done with the stage).
 The tapes S and Uh come from the same instructions whether or not o is wanted.
 """
 
@@ -29,7 +29,7 @@ from longdelta.kernels.gluon.states import laid_out
 from longdelta.kernels.gluon.tables import tables_of
 from longdelta.kernels.gluon.tiles import LOG2E, flat, in_place, ragged, to_bf16
 from longdelta.kernels.stages import Tables
-from longdelta.runtime.launch import launch
+from longdelta.runtime.launch import launch, programs
 
 
 @gluon.jit
@@ -83,10 +83,10 @@ def _load(
 
 @gluon.jit
 def _within(
-    tasks, n_tasks, HV, scale, smem, OUT: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr
+    tasks, n_tasks, HV, scale, smem, OUT: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Gam Z over Z in place, and P."""
-    qs, ks, zs, ps, gs, full, ready, p_free = smem
+    """Gam Z b over Z in place, and P b."""
+    qs, ks, zs, ps, gs, bs, full, ready = smem
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, L))
@@ -96,7 +96,6 @@ def _within(
         n = gl.load(tasks + (t // HV) * 8 + 1)
         for _ in range(n):
             s = it % STAGES
-            p = it % P_STAGES
             mbarrier.wait(full.index(s), (it // STAGES) & 1)
             if OUT:
                 a = gl.zeros([64, 64], gl.float32, L)
@@ -108,13 +107,13 @@ def _within(
             gam = gl.exp2(
                 gl.where(i[:, None] >= j[None, :], gi[:, None] - gj[None, :], float("-inf"))
             )
+            gam = gam * bs.index(s).load(gl.SliceLayout(0, L))[None, :]
             z = to_bf16(zs.index(s).load(L).to(gl.float32) * gam)
             gl.thread_barrier()
             gz.index(s).store(z)
             if OUT:
                 a = warpgroup_mma_wait(0, [a])
-                mbarrier.wait(p_free.index(p), ((it // P_STAGES) & 1) ^ 1)
-                ps.index(p).store(to_bf16(a * (gam * scale)))
+                ps.index(s).store(to_bf16(a * (gam * scale)))
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(ready.index(s), count=1)
@@ -138,11 +137,10 @@ def _walk(
     OUT: gl.constexpr,
     TAPES: gl.constexpr,
     STAGES: gl.constexpr,
-    P_STAGES: gl.constexpr,
 ):
     od, sd, ud = stores
     border, initial, final = states
-    qs, ks, vs, zs, ps, gs, bs, rs, out, snap, tape, full, empty, ready, p_free = smem
+    qs, ks, vs, zs, ps, gs, rs, out, snap, tape, full, empty, ready = smem
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LU: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     AU: gl.constexpr = gl.DotOperandLayout(0, LU, 2)
@@ -152,8 +150,6 @@ def _walk(
     gz = zs._reinterpret(gl.bfloat16, [STAGES, 64, 64], zs.layout)
     vi = gl.arange(0, 64, layout=gl.SliceLayout(1, LS))[:, None] + COLUMN
     ki = gl.arange(0, 128, layout=gl.SliceLayout(0, LS))[None, :]
-    k_first = ki * 128 + vi
-    given = vi * 128 + ki if V_FIRST else k_first
     it = 0
     for t in range(gl.program_id(0), n_tasks, gl.num_programs(0)):
         seg = t // HV
@@ -164,13 +160,20 @@ def _walk(
         end = gl.load(tasks + seg * 8 + 3)
         enter = gl.load(tasks + seg * 8 + 4)
         S = gl.zeros([64, 128], gl.float32, LS)
+        v0 = vi + gl.load(tasks + seg * 8 + 6)
         if enter >= 0:
-            S = gl.load(border + (enter * HV + h).to(gl.int64) * 16384 + k_first)
+            S = gl.load(border + (enter * HV + h).to(gl.int64) * 16384 + (ki * 128 + v0))
         elif INITIAL:
-            S = gl.load(initial + (start * HV + h).to(gl.int64) * 16384 + given)
+            S = gl.load(
+                initial
+                + (start * HV + h).to(gl.int64) * 16384
+                + (v0 * 128 + ki if V_FIRST else ki * 128 + v0)
+            )
         for c in range(first, first + n):
             s = it % STAGES
-            p = it % P_STAGES
+            if OUT:
+                row = gl.load(chunks + 2 * c)
+                size = gl.load(chunks + 2 * c + 1)
             mbarrier.wait(full.index(s), (it // STAGES) & 1)
             k = ks.index(s)
             Sb = to_bf16(S)
@@ -199,22 +202,23 @@ def _walk(
                 u = warpgroup_mma_wait(0, [u, a])[0]
             e = gl.exp2(gs.index(s).load(CU))
             w = v.to(gl.float32) - u * e[None, :]
-            wb = gl.convert_layout(to_bf16(w * bs.index(s).load(CU)[None, :]), AU)
+            wb = gl.convert_layout(to_bf16(w), AU)
             mbarrier.wait(ready.index(s), (it // STAGES) & 1)
             w = warpgroup_mma(wb, gz.index(s).permute((1, 0)), w, is_async=True)
             S = S * gamma
             if OUT:
                 o2 = o1 * (e * scale)[None, :]
             w = warpgroup_mma_wait(0, [w, wb])[0]
+            Uh = to_bf16(w)
             x = gl.convert_layout(to_bf16(w * rs.index(s).load(CU)[None, :]), AS)
             S = warpgroup_mma(x, k, S, is_async=True)
             if OUT:
-                y = gl.convert_layout(to_bf16(w * bs.index(s).load(CU)[None, :]), AU)
-                o2 = warpgroup_mma(y, ps.index(p).permute((1, 0)), o2, is_async=True)
+                y = gl.convert_layout(Uh, AU)
+                o2 = warpgroup_mma(y, ps.index(s).permute((1, 0)), o2, is_async=True)
             if TAPES:
                 tma.store_wait(PENDING)
                 gl.thread_barrier()
-                tape.permute((1, 0)).store(to_bf16(w))
+                tape.permute((1, 0)).store(Uh)
                 fence_async_shared()
                 gl.thread_barrier()
                 tma.async_copy_shared_to_global(ud, [(c * HV + h) * 64, COLUMN], tape)
@@ -223,11 +227,8 @@ def _walk(
                 S = done[0]
                 o3 = done[1]
                 tma.store_wait(PENDING)
-                row = gl.load(chunks + 2 * c)
-                size = gl.load(chunks + 2 * c + 1)
                 gl.thread_barrier()
                 mbarrier.arrive(empty.index(s), count=1)
-                mbarrier.arrive(p_free.index(p), count=1)
                 out.permute((1, 0)).store(to_bf16(o3))
                 fence_async_shared()
                 gl.thread_barrier()
@@ -240,7 +241,9 @@ def _walk(
             it += 1
         if FINAL:
             if end >= 0:
-                gl.store(final + (end * HV + h).to(gl.int64) * 16384 + given, S)
+                v1 = vi + gl.load(tasks + seg * 8 + 7)
+                at = v1 * 128 + ki if V_FIRST else ki * 128 + v1
+                gl.store(final + (end * HV + h).to(gl.int64) * 16384 + at, S)
     tma.store_wait(0)
 
 
@@ -270,7 +273,6 @@ def scan_kernel(
     OUT: gl.constexpr,
     TAPES: gl.constexpr,
     STAGES: gl.constexpr,
-    P_STAGES: gl.constexpr,
 ):
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -289,7 +291,7 @@ def scan_kernel(
     tape1 = v0s.index(0)
     if OUT:
         qs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
-        ps = gl.allocate_shared_memory(gl.bfloat16, [P_STAGES, 64, 64], tile)
+        ps = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
         out0 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], tile)
         out1 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], tile)
     if TAPES:
@@ -303,21 +305,17 @@ def scan_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    p_free = gl.allocate_shared_memory(gl.int64, [P_STAGES, 1], bar)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=2)
         mbarrier.init(empty.index(s), count=2)
         mbarrier.init(ready.index(s), count=1)
-    for p in gl.static_range(P_STAGES):
-        mbarrier.init(p_free.index(p), count=2)
     stores = (od, sd, ud)
     states = (border, initial, final)
-    common = (tasks, chunks, n_tasks, HV)
-    group0 = (qs, ks, v0s, zs, ps, gs, bs, rs, out0, snap0, tape0, full, empty, ready, p_free)
-    group1 = (qs, ks, v1s, zs, ps, gs, bs, rs, out1, snap1, tape1, full, empty, ready, p_free)
+    group0 = (qs, ks, v0s, zs, ps, gs, rs, out0, snap0, tape0, full, empty, ready)
+    group1 = (qs, ks, v1s, zs, ps, gs, rs, out1, snap1, tape1, full, empty, ready)
     loads = (qd, kd, vd, zd)
     ring = (qs, ks, v0s, v1s, zs, gs, bs, rs, full, empty)
-    inside = (qs, ks, zs, ps, gs, full, ready, p_free)
+    inside = (qs, ks, zs, ps, gs, bs, full, ready)
     gl.warp_specialize(
         [
             (
@@ -338,7 +336,6 @@ def scan_kernel(
                     OUT,
                     TAPES,
                     STAGES,
-                    P_STAGES,
                 ),
             ),
             (
@@ -359,10 +356,9 @@ def scan_kernel(
                     OUT,
                     TAPES,
                     STAGES,
-                    P_STAGES,
                 ),
             ),
-            (_within, (tasks, n_tasks, HV, scale, inside, OUT, STAGES, P_STAGES)),
+            (_within, (tasks, n_tasks, HV, scale, inside, OUT, STAGES)),
             (_load, (loads, (G, beta), tasks, chunks, n_tasks, HV, GROUP, ring, OUT, STAGES)),
         ],
         [4, 4, 1],
@@ -410,10 +406,10 @@ def scan(
     od = vd if written is None else ragged(written, 64)
     sd = flat(k, 128, 64) if S is None else flat(S, 128, 64)
     ud = flat(k, 64, 64) if Uh is None else flat(Uh, 64, 64)
-    programs = tasks.count * HV
+    walks = tasks.count * HV
     launch(
         scan_kernel,
-        programs,
+        programs(walks, tasks.longest, v.device),
         v,
         qd,
         kd,
@@ -429,7 +425,7 @@ def scan(
         S_border if final is None else final,
         tasks.rows,
         device.chunks,
-        programs,
+        walks,
         HV,
         HV // H,
         scale,
@@ -439,7 +435,6 @@ def scan(
         OUT=out,
         TAPES=taped,
         STAGES=2 if out and taped else 3,
-        P_STAGES=2,
     )
     if written is not o and written is not None and o is not None:
         o.copy_(written)

@@ -26,79 +26,88 @@ from longdelta.kernels.gluon.states import laid_out
 from longdelta.kernels.gluon.tables import tables_of
 from longdelta.kernels.gluon.tiles import LOG2E, flat, in_place, ragged, to_bf16
 from longdelta.kernels.stages import Tables
-from longdelta.runtime.launch import launch
+from longdelta.runtime.launch import launch, programs
 
 
 @gluon.jit
-def _load(loads, vectors, task, chunks, h, HV, GROUP, smem, STAGES: gl.constexpr):
+def _load(loads, vectors, tasks, chunks, walks, HV, GROUP, smem, STAGES: gl.constexpr):
     kd, vd, zd = loads
     Gp, bp = vectors
     ks, v0s, v1s, zs, gs, bs, rs, full, empty = smem
     RAG: gl.constexpr = kd.layout
     lane = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    first = gl.load(task)
-    n = gl.load(task + 1)
-    with_values = gl.load(task + 3) == 0
-    hk = h // GROUP
-    for it in range(n):
-        c = first + it
-        row = gl.load(chunks + 2 * c)
-        size = gl.load(chunks + 2 * c + 1)
-        slot = c * HV + h
-        g = Gp + slot.to(gl.int64) * 64
-        g2 = gl.load(g + lane) * LOG2E
-        last = gl.load(g + 63) * LOG2E
-        b = gl.load(bp + (row + lane).to(gl.int64) * HV + h, mask=lane < size, other=0.0)
-        s = it % STAGES
-        mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
-        bar = full.index(s)
-        y = row + size
-        x = 64 - size
-        k_tile = ks.index(s)._reinterpret(gl.bfloat16, [1, 64, 1, 128], RAG)
-        if with_values:
-            mbarrier.expect(bar, 2 * 16384 + 8192)
-            v0 = v0s.index(s)._reinterpret(gl.bfloat16, [1, 64, 1, 64], RAG)
-            v1 = v1s.index(s)._reinterpret(gl.bfloat16, [1, 64, 1, 64], RAG)
-            tma.async_copy_global_to_shared(vd, [y, x, h, 0], bar, v0)
-            tma.async_copy_global_to_shared(vd, [y, x, h, 64], bar, v1)
-        else:
-            mbarrier.expect(bar, 16384 + 8192)
-        tma.async_copy_global_to_shared(kd, [y, x, hk, 0], bar, k_tile)
-        tma.async_copy_global_to_shared(zd, [slot * 64, 0], bar, zs.index(s))
-        gs.index(s).store(g2)
-        bs.index(s).store(b)
-        rs.index(s).store(gl.exp2(last - g2))
-        gl.thread_barrier()
-        mbarrier.arrive(bar, count=1)
+    it = 0
+    for t in range(gl.program_id(0), walks, gl.num_programs(0)):
+        task = tasks + (t // HV) * 8
+        h = t - (t // HV) * HV
+        first = gl.load(task)
+        n = gl.load(task + 1)
+        with_values = gl.load(task + 3) == 0
+        hk = h // GROUP
+        for c in range(first, first + n):
+            row = gl.load(chunks + 2 * c)
+            size = gl.load(chunks + 2 * c + 1)
+            slot = c * HV + h
+            g = Gp + slot.to(gl.int64) * 64
+            g2 = gl.load(g + lane) * LOG2E
+            last = gl.load(g + 63) * LOG2E
+            b = gl.load(bp + (row + lane).to(gl.int64) * HV + h, mask=lane < size, other=0.0)
+            s = it % STAGES
+            mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
+            bar = full.index(s)
+            y = row + size
+            x = 64 - size
+            k_tile = ks.index(s)._reinterpret(gl.bfloat16, [1, 64, 1, 128], RAG)
+            if with_values:
+                mbarrier.expect(bar, 2 * 16384 + 8192)
+                v0 = v0s.index(s)._reinterpret(gl.bfloat16, [1, 64, 1, 64], RAG)
+                v1 = v1s.index(s)._reinterpret(gl.bfloat16, [1, 64, 1, 64], RAG)
+                tma.async_copy_global_to_shared(vd, [y, x, h, 0], bar, v0)
+                tma.async_copy_global_to_shared(vd, [y, x, h, 64], bar, v1)
+            else:
+                mbarrier.expect(bar, 16384 + 8192)
+            tma.async_copy_global_to_shared(kd, [y, x, hk, 0], bar, k_tile)
+            tma.async_copy_global_to_shared(zd, [slot * 64, 0], bar, zs.index(s))
+            gs.index(s).store(g2)
+            bs.index(s).store(b)
+            rs.index(s).store(gl.exp2(last - g2))
+            gl.thread_barrier()
+            mbarrier.arrive(bar, count=1)
+            it += 1
 
 
 @gluon.jit
-def _transfer(task, smem, STAGES: gl.constexpr, X_STAGES: gl.constexpr):
+def _transfer(tasks, walks, HV, smem, STAGES: gl.constexpr, X_STAGES: gl.constexpr):
     """X of every chunk."""
     ks, zs, bs, xs, full, ready, x_free = smem
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
-    n = gl.load(task + 1)
-    for it in range(n):
-        s = it % STAGES
-        x = it % X_STAGES
-        mbarrier.wait(full.index(s), (it // STAGES) & 1)
-        b = bs.index(s).load(gl.SliceLayout(0, A))
-        zb = zs.index(s).permute((1, 0)).load(A).to(gl.float32) * b[None, :]
-        keys = ks.index(s).load(L).to(gl.float32)
-        zb = to_bf16(zb)
-        keys = warpgroup_mma(zb, ks.index(s), keys, is_async=True)
-        keys = warpgroup_mma_wait(0, [keys, zb])[0]
-        keys = keys * bs.index(s).load(gl.SliceLayout(1, L))[:, None]
-        mbarrier.wait(x_free.index(x), ((it // X_STAGES) & 1) ^ 1)
-        xs.index(x).store(to_bf16(keys))
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(ready.index(x), count=1)
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, A))[:, None]
+    j = gl.arange(0, 64, layout=gl.SliceLayout(0, A))[None, :]
+    it = 0
+    for t in range(gl.program_id(0), walks, gl.num_programs(0)):
+        n = gl.load(tasks + (t // HV) * 8 + 1)
+        for _ in range(n):
+            s = it % STAGES
+            x = it % X_STAGES
+            mbarrier.wait(full.index(s), (it // STAGES) & 1)
+            b = bs.index(s).load(gl.SliceLayout(0, A))
+            link = zs.index(s).permute((1, 0)).load(A).to(gl.float32) * b[None, :]
+            link = to_bf16(gl.where(i == j, 1.0, link))
+            keys = gl.zeros([64, 128], gl.float32, L)
+            keys = warpgroup_mma(link, ks.index(s), keys, use_acc=False, is_async=True)
+            keys = warpgroup_mma_wait(0, [keys, link])[0]
+            keys = keys * bs.index(s).load(gl.SliceLayout(1, L))[:, None]
+            mbarrier.wait(x_free.index(x), ((it // X_STAGES) & 1) ^ 1)
+            xs.index(x).store(to_bf16(keys))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(ready.index(x), count=1)
+            it += 1
 
 
 @gluon.jit
-def _walk(states, task, h, HV, smem, COLUMN: gl.constexpr, INITIAL: gl.constexpr,
+def _walk(states, tasks, walks, HV, smem, COLUMN: gl.constexpr, INITIAL: gl.constexpr,
           V_FIRST: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr):
     border, transition, initial = states
     ks, vs, gs, rs, xs, full, empty, ready, x_free = smem
@@ -109,47 +118,54 @@ def _walk(states, task, h, HV, smem, COLUMN: gl.constexpr, INITIAL: gl.constexpr
     CU: gl.constexpr = gl.SliceLayout(0, LU)
     vi = gl.arange(0, 64, layout=gl.SliceLayout(1, LS))[:, None] + COLUMN
     ki = gl.arange(0, 128, layout=gl.SliceLayout(0, LS))[None, :]
-    k_first = ki * 128 + vi
-    given = vi * 128 + ki if V_FIRST else k_first
-    n = gl.load(task + 1)
-    start = gl.load(task + 2)
-    is_map = gl.load(task + 3)
-    target = gl.load(task + 4)
-    S = gl.where((vi == ki) & (is_map != 0), 1.0, gl.zeros([64, 128], gl.float32, LS))
-    if INITIAL:
-        if start >= 0:
-            S = gl.load(initial + (start * HV + h).to(gl.int64) * 16384 + given)
-    for it in range(n):
-        s = it % STAGES
-        x = it % X_STAGES
-        mbarrier.wait(full.index(s), (it // STAGES) & 1)
-        a = gl.convert_layout(to_bf16(S), AU)
-        u = gl.zeros([64, 64], gl.float32, LU)
-        u = warpgroup_mma(a, ks.index(s).permute((1, 0)), u, use_acc=False, is_async=True)
-        last = gl.sum(gs.index(s).slice(63, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        gamma = gl.exp2(last)
-        u = warpgroup_mma_wait(0, [u, a])[0]
-        error = -gamma * u
+    it = 0
+    for t in range(gl.program_id(0), walks, gl.num_programs(0)):
+        task = tasks + (t // HV) * 8
+        h = t - (t // HV) * HV
+        n = gl.load(task + 1)
+        start = gl.load(task + 2)
+        is_map = gl.load(task + 3)
+        target = gl.load(task + 4)
+        S = gl.where((vi == ki) & (is_map != 0), 1.0, gl.zeros([64, 128], gl.float32, LS))
+        if INITIAL:
+            if start >= 0:
+                v0 = vi + gl.load(task + 6)
+                at = v0 * 128 + ki if V_FIRST else ki * 128 + v0
+                S = gl.load(initial + (start * HV + h).to(gl.int64) * 16384 + at)
+        for _ in range(n):
+            s = it % STAGES
+            x = it % X_STAGES
+            mbarrier.wait(full.index(s), (it // STAGES) & 1)
+            a = gl.convert_layout(to_bf16(S), AU)
+            u = gl.zeros([64, 64], gl.float32, LU)
+            u = warpgroup_mma(a, ks.index(s).permute((1, 0)), u, use_acc=False, is_async=True)
+            last = gl.sum(gs.index(s).slice(63, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+            gamma = gl.exp2(last)
+            error = gl.zeros([64, 64], gl.float32, LU)
+            if is_map == 0:
+                v = vs.index(s).permute((1, 0)).load(LU).to(gl.float32)
+                error = v * rs.index(s).load(CU)[None, :]
+            u = warpgroup_mma_wait(0, [u, a])[0]
+            error = error - gamma * u
+            e = gl.convert_layout(to_bf16(error), AS)
+            S = S * gamma
+            mbarrier.wait(ready.index(x), (it // X_STAGES) & 1)
+            S = warpgroup_mma(e, xs.index(x), S, is_async=True)
+            S = warpgroup_mma_wait(0, [S, e])[0]
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(s), count=1)
+            mbarrier.arrive(x_free.index(x), count=1)
+            it += 1
+        v1 = vi + gl.load(task + 7)
+        at = (target * HV + h).to(gl.int64) * 16384 + (ki * 128 + v1)
         if is_map == 0:
-            v = vs.index(s).permute((1, 0)).load(LU).to(gl.float32)
-            error = error + v * rs.index(s).load(CU)[None, :]
-        e = gl.convert_layout(to_bf16(error), AS)
-        S = S * gamma
-        mbarrier.wait(ready.index(x), (it // X_STAGES) & 1)
-        S = warpgroup_mma(e, xs.index(x), S, is_async=True)
-        S = warpgroup_mma_wait(0, [S, e])[0]
-        gl.thread_barrier()
-        mbarrier.arrive(empty.index(s), count=1)
-        mbarrier.arrive(x_free.index(x), count=1)
-    at = (target * HV + h).to(gl.int64) * 16384 + k_first
-    if is_map == 0:
-        gl.store(border + at, S)
-    else:
-        gl.store(transition + at, S)
+            gl.store(border + at, S)
+        else:
+            gl.store(transition + at, S)
 
 
-@gluon.jit(do_not_specialize=["HV", "GROUP"])
-def summarize_kernel(kd, vd, zd, G, beta, border, transition, initial, tasks, chunks, HV, GROUP,
+@gluon.jit(do_not_specialize=["walks", "HV", "GROUP"])
+def summarize_kernel(kd, vd, zd, G, beta, border, transition, initial, tasks, chunks, walks, HV, GROUP,
                      INITIAL: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr,
                      X_STAGES: gl.constexpr):
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -173,9 +189,6 @@ def summarize_kernel(kd, vd, zd, G, beta, border, transition, initial, tasks, ch
     for x in gl.static_range(X_STAGES):
         mbarrier.init(ready.index(x), count=1)
         mbarrier.init(x_free.index(x), count=2)
-    t = gl.program_id(0) // HV
-    h = gl.program_id(0) - t * HV
-    task = tasks + t * 8
     states = (border, transition, initial)
     group0 = (ks, v0s, gs, rs, xs, full, empty, ready, x_free)
     group1 = (ks, v1s, gs, rs, xs, full, empty, ready, x_free)
@@ -183,10 +196,10 @@ def summarize_kernel(kd, vd, zd, G, beta, border, transition, initial, tasks, ch
     inside = (ks, zs, bs, xs, full, ready, x_free)
     gl.warp_specialize(
         [
-            (_walk, (states, task, h, HV, group0, 0, INITIAL, V_FIRST, STAGES, X_STAGES)),
-            (_walk, (states, task, h, HV, group1, 64, INITIAL, V_FIRST, STAGES, X_STAGES)),
-            (_transfer, (task, inside, STAGES, X_STAGES)),
-            (_load, ((kd, vd, zd), (G, beta), task, chunks, h, HV, GROUP, ring, STAGES)),
+            (_walk, (states, tasks, walks, HV, group0, 0, INITIAL, V_FIRST, STAGES, X_STAGES)),
+            (_walk, (states, tasks, walks, HV, group1, 64, INITIAL, V_FIRST, STAGES, X_STAGES)),
+            (_transfer, (tasks, walks, HV, inside, STAGES, X_STAGES)),
+            (_load, ((kd, vd, zd), (G, beta), tasks, chunks, walks, HV, GROUP, ring, STAGES)),
         ],
         [4, 4, 1],
         [168, 144, 24],
@@ -210,9 +223,10 @@ def summarize(
     HV, H = v.shape[1], k.shape[1]
     initial, v_first = laid_out(initial_state)
     k, v = in_place(k.to(torch.bfloat16)), in_place(v.to(torch.bfloat16))
+    walks = tasks.count * HV
     launch(
         summarize_kernel,
-        tasks.count * HV,
+        programs(walks, tasks.longest, v.device),
         v,
         ragged(k, 128),
         ragged(v, 64),
@@ -224,6 +238,7 @@ def summarize(
         S_border if initial is None else initial,
         tasks.rows,
         device.chunks,
+        walks,
         HV,
         HV // H,
         INITIAL=initial is not None,

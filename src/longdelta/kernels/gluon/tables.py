@@ -3,6 +3,8 @@
 chunks [chunks, 2]: (row, tokens). Tasks [., 8], longest first, so that the last programs to start are
 the short ones: scan's (first chunk, chunks, start, end, enter, ..), summarize's (first chunk,
 chunks, start, whether it is M, row of the result, ..). -1 stands for none.
+The last two columns are zero: an address that has one added is made anew for every task, where
+the compiler would otherwise keep 64 of them in registers throughout.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ class Tasks:
 
     rows: Tensor
     count: int
-    chunks: int
-    """Of all of them."""
+    longest: int
+    """Chunks of the first."""
 
 
 class DeviceTables:
@@ -48,9 +50,9 @@ class DeviceTables:
     def _tasks(self, segments: Sequence[Segment]) -> Tasks:
         segments = sorted(segments, key=lambda s: -s.chunks)
         rows = [
-            (s.first_chunk, s.chunks, s.start, s.end, s.enter, s.leave, s.map, 0) for s in segments
+            (s.first_chunk, s.chunks, s.start, s.end, s.enter, 0, 0, 0) for s in segments
         ]
-        return Tasks(self._upload(rows, 8), len(rows), sum(s.chunks for s in segments))
+        return Tasks(self._upload(rows, 8), len(rows), rows[0][1] if rows else 0)
 
     @cached_property
     def scan(self) -> Tasks:
@@ -65,7 +67,7 @@ class DeviceTables:
                 walks.append((s.first_chunk, s.chunks, s.start, 0, s.leave, 0, 0, 0))
             if s.map >= 0:
                 walks.append((s.first_chunk, s.chunks, -1, 1, s.map, 0, 0, 0))
-        return Tasks(self._upload(walks, 8), len(walks), sum(walk[1] for walk in walks))
+        return Tasks(self._upload(walks, 8), len(walks), walks[0][1] if walks else 0)
 
     def fold(self, chains: Chains) -> tuple[Tensor, int]:
         """[1 + chains + steps..]: where each chain's steps start, then (map, enter, leave) of each."""
