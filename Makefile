@@ -27,19 +27,29 @@ help:
 demo: $(VENV)/.demo
 	@$(BIN)/longdelta demo $(ARGS)
 
-test: lint pytest
+# One failure hides no other: every check runs, and the last lines say which failed.
+test: $(VENV)/.dev
+	@$(MAKE) --keep-going --no-print-directory $(CHECKS) pytest
 
+CHECKS := check-style check-format check-types check-contracts check-spelling report-sizes
+.PHONY: $(CHECKS)
 lint: $(VENV)/.dev
-	$(BIN)/ruff check .
+	@$(MAKE) --keep-going --no-print-directory $(CHECKS)
+check-style:
+	$(BIN)/ruff check --output-format concise .
+check-format:
 	$(BIN)/ruff format --check .
+check-types:
 	$(BIN)/mypy
+check-contracts:
 	$(BIN)/lint-imports
+check-spelling:
 	$(BIN)/codespell src tests docs README.md CONTRIBUTING.md CHANGELOG.md
+report-sizes:
 	$(BIN)/python tests/contracts/sizes.py
 
-# Tests on many ranks share one pool of processes, so they are one group on one worker.
 pytest: $(VENV)/.dev
-	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) --dist loadgroup
+	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -303,11 +303,33 @@ def peers() -> None:
         print(f"{name:24} FlashQLA {median_ms(run):.3f} ms, ours {median_ms(f):.3f}; first call {time.time() - start:.0f} s; o differs by {relative_l2(o[0][0], f.o):.1e}", flush=True)
 
 
+def rules() -> None:
+    """Segment lengths for one document of 1,024 chunks and of 512."""
+    from longdelta.plan import chunks as plan
+
+    kept = plan.segment_chunks
+    for lengths, H, HV, steps in (
+        ([65536], 2, 8, (16, 24, 32, 48, 64)),
+        ([65536], 2, 6, (16, 32, 64)),
+        ([32768], 16, 32, (64, 128, 171, 256)),
+        ([10923] * 6, 2, 6, (8, 16, 32)),
+        ([8192], 16, 32, (16, 32, 64, 1000)),
+    ):
+        for step in steps:
+            plan.segment_chunks = lambda tokens, heads, step=step: step
+            f = Forward(gluon, problem(lengths, H, HV, "model"), wide=False)
+            f()
+            names = ["prepare", "summarize", "fold", "scan"] if f.tables.walk.borders else ["prepare", "scan"]
+            parts = {p: median_ms(graphed(getattr(f, p))) for p in names}
+            print(lengths[0], H, HV, step, f"{median_ms(graphed(f)):.3f}", " ".join(f"{p} {t:.3f}" for p, t in parts.items()), flush=True)
+    plan.segment_chunks = kept
+
+
 def registers() -> None:
     module = sys.modules["longdelta.kernels.gluon.prepare"]
     for row in ROWS[:2]:
         f = Forward(gluon, problem(row[1], row[2], row[3], "model"), wide=False)
-        for count in (80, 96, 112, 128, 168):
+        for count in (112, 128, 144, 168):
             module._REGISTERS = count
             print(row[0], count, f"{median_ms(graphed(f.prepare)):.3f}", flush=True)
 
@@ -324,4 +346,4 @@ def once() -> None:
 if __name__ == "__main__":
     wanted = sys.argv[1:] or ["check", "leaks", "repeat", "time"]
     for part in wanted:
-        {"check": check, "leaks": leaks, "repeat": repeat, "time": timing, "peers": peers, "once": once, "registers": registers}[part]()
+        {"check": check, "leaks": leaks, "repeat": repeat, "time": timing, "peers": peers, "once": once, "registers": registers, "rules": rules}[part]()

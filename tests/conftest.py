@@ -1,6 +1,7 @@
 """What every test shares: one thread, a fixed seed, torch's global switches put back afterwards."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,21 @@ def torch_globals() -> Iterator[None]:
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Test processes take one test at a time, and one of them all those on many ranks: their pool
+    of processes starts once. (xdist's own groups have no effect under pytest 9.2.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OnePool(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder = "tests/distributed"
+            return folder if nodeid.startswith(f"{folder}/") else nodeid
+
+    return OnePool(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -43,6 +43,8 @@ _FLAGS = {
     "output_final_state": "output_final_state",
 }
 """Fields of `Inputs` and the keywords that set them."""
+_CHANGES = frozenset({"attention_mask", "lower_bound", "safe_gate", "window_size", "dropout"})
+"""Keywords of related operations that would change the result."""
 _said: set[str] = set()
 
 
@@ -135,7 +137,9 @@ def chunk_gated_delta_rule(
             ``longdelta.distributed.build_cp_context``; None: all of it is here. T is then this
             rank's rows (0 on a rank without tokens), the boundaries are the context's,
             initial_state has one row per document that starts here (``cp_context.starts``) and
-            final_state one per document that ends here (``cp_context.ends``).
+            final_state one per document that ends here (``cp_context.ends``). Gradients of A_log
+            and dt_bias are sums over this rank's tokens, as every parameter's: add them up over the
+            group.
         use_gate_in_kernel: g is raw; -exp(A_log) softplus(g + dt_bias) is taken first.
         A_log, dt_bias: ``[HV]``, with the former; dt_bias may be None.
         deterministic: promise equal bits, see docs/design/determinism.md. False may choose faster
@@ -147,8 +151,10 @@ def chunk_gated_delta_rule(
             crossed ranks, a second one (the recomputation in a backward) takes it from there.
         workspace, graph: not yet.
         backend: "auto", "eager" or "gluon".
-        extra: keywords that model code hands on (chunk_size, max_length, ...) are ignored, the
-            unknown ones with a warning; a near miss of an option's name is an error.
+        extra: keywords that model code hands on (chunk_size, max_length, ...) and unknown ones
+            that are None or False are ignored, other unknown ones with a warning; a near miss of an
+            option's name, and what would change the result (attention_mask, lower_bound, any
+            ``use_...``), is an error. ``transpose_state_layout`` means ``state_v_first``.
     Returns:
         ``(o, final_state)``: o like v; final_state ``[N, HV, K, V]`` float32 (float64 for float64
         inputs), or None where it was not asked for.
@@ -323,7 +329,7 @@ def _inputs(
         gate=use_gate_in_kernel,
         beta_sigmoid=use_beta_sigmoid_in_kernel,
         neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
+        state_v_first=state_v_first or bool(extra.get("transpose_state_layout")),
         deterministic=_resolve_deterministic(deterministic),
         output_final_state=output_final_state,
         final_rows=0,
@@ -348,7 +354,7 @@ def _call(inputs: Inputs) -> tuple[object, ...]:
         tuple(inputs.v.shape),
         inputs.documents,
         None if offsets is None else hash(host_offsets(offsets)),
-        None if inputs.context is None else int(inputs.context),
+        None if inputs.context is None else int(inputs.context[0]),
         str(inputs.q.dtype),
         str(inputs.q.device),
         inputs.initial_state is not None,
@@ -397,23 +403,28 @@ def _resolve_save(save: str, tensors: tuple[Tensor | None, ...]) -> str:
 def _warn_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
-        warnings.warn(f"longdelta: {message}", stacklevel=4)
+        warnings.warn(f"longdelta: {message}", stacklevel=5)
 
 
 def _check_extra(extra: dict[str, Any]) -> None:
     if extra.get("head_first"):
         raise InvalidInput(
-            f"head_first must be False; got {extra['head_first']!r}; tensors are "
-            "[B, T, heads, dim]: transpose them"
+            f"head_first must be False, got {extra['head_first']!r}: tensors are "
+            "[B, T, heads, dim]; transpose them"
         )
-    if extra.get("transpose_state_layout"):
-        raise InvalidInput("transpose_state_layout is named state_v_first here; pass that")
-    for name in extra:
+    for name, value in extra.items():
         if name in _TOLERATED or name in ("head_first", "transpose_state_layout"):
             continue
         near = difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=0.8)
         if near:
             raise InvalidInput(f"unknown option {name!r}; did you mean {near[0]!r}?")
+        if value is None or value is False:
+            continue
+        if name in _CHANGES or name.startswith("use_"):
+            raise InvalidInput(
+                f"{name} must be None or False: it would change the result and is not an option "
+                f"here; got {type(value).__name__}. See chunk_gated_delta_rule for the options"
+            )
         _warn_once(f"keyword {name!r} is not an option of the gated delta rule and is ignored")
 
 

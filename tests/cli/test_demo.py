@@ -82,7 +82,6 @@ def test_demo_computes_on_one_thread_unless_told_otherwise(
     assert threads == [used]
 
 
-@pytest.mark.xdist_group("ranks")
 def test_demo_on_two_processes_has_the_loss_and_gradients_of_one(
     options: DemoOptions, capfd: pytest.CaptureFixture[str]
 ) -> None:

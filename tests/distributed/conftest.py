@@ -9,6 +9,6 @@ from longdelta.testing.ranks import RankPool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Four ranks on gloo; tests that use it carry the mark xdist_group("ranks")."""
+    """Four ranks on gloo, started when first used."""
     with RankPool(4) as ranks:
         yield ranks

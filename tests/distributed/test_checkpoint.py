@@ -13,8 +13,6 @@ from longdelta.testing.ranks import RankPool
 from .rank_recompute import WORK, Run, checkpointed, op_argument
 from .whole import plan_of
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 RANKS = 3
 
 

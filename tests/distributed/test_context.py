@@ -13,8 +13,6 @@ from longdelta.testing.workloads import Workload, assert_bitwise, evaluate
 
 from .rank_context import compiled, default_group, facts, saved_of_another, without_autograd
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 WORK = Workload(lengths=(700, 0, 1100, 9), K=8, V=8)
 
 

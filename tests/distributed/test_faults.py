@@ -25,8 +25,6 @@ from .rank_faults import (
     two_plans,
 )
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 SECONDS = 5.0
 """Of a message that never comes; the error may take that long, and a little more to be told."""
 PATIENCE = 40.0

@@ -5,13 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from longdelta.testing.ranks import RankPool
 
 from .rank_guide import run_blocks
-
-pytestmark = pytest.mark.xdist_group("ranks")
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "context-parallelism.md"
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -28,8 +28,6 @@ from .rank_layers import (
     mixed,
 )
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 LAYOUTS = ["contiguous", "zigzag", "zigzag_per_document", "balanced"]
 # Where other libraries read out of bounds, and cuts into pieces of a token or two.
 PACKINGS = {

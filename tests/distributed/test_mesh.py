@@ -11,8 +11,6 @@ from longdelta.testing.workloads import Workload, assert_bitwise, evaluate
 from .rank_mesh import on_mesh, replicas
 from .whole import plan_of, whole
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_op_on_the_groups_of_a_mesh_has_one_devices_bits_per_replica(

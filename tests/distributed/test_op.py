@@ -22,10 +22,8 @@ from longdelta.testing.workloads import (
     expected,
 )
 
-from .on_ranks import continued, op, warned
+from .rank_op import continued, op, warned
 from .whole import plan_of, whole
-
-pytestmark = pytest.mark.xdist_group("ranks")
 
 HV = 4
 # With four value heads a segment is 512 tokens: borders at 512 and at each 512 of the long one, no

@@ -10,8 +10,6 @@ from longdelta.testing.ranks import Failure, RankError, RankPool
 
 from .rank_faults import dies, fails_on, sleeps
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def test_pool_returns_results_by_rank_and_names_the_rank_that_fails() -> None:
     with RankPool(2) as own:

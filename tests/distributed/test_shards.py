@@ -14,8 +14,6 @@ from longdelta.testing.ranks import RankPool
 
 from .rank_shards import BATCH, ROWS, converted, first_of, refusals, round_trip
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 LAYOUTS = ["contiguous", "zigzag", "zigzag_per_document", "balanced"]
 

@@ -186,6 +186,13 @@ def test_conv_reads_strided_views_and_either_integer_dtype() -> None:
     assert torch.equal(got.y, expected.y)
 
 
+def test_conv_takes_boundaries_on_the_cpu_alone() -> None:
+    x, weight = torch.randn(6, 3, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    bounds = torch.tensor([0, 2, 6])
+    given = causal_conv1d(x, weight, cu_seqlens=bounds).y
+    assert torch.equal(causal_conv1d(x, weight, cu_seqlens_cpu=bounds).y, given)
+
+
 def test_conv_computes_in_float64_where_an_argument_is_float64() -> None:
     x, weight = torch.randn(7, 3), torch.randn(3, 4).double()
     state = torch.randn(1, 3, 3).double()
@@ -242,7 +249,6 @@ def test_short_convolution_is_the_conv_with_its_weight_and_silu() -> None:
         ({"bias": torch.zeros(6, device="meta")}, "bias must be .* on cpu.*meta"),
         ({"activation": "relu"}, "activation must be .*'relu'"),
         ({"initial_state": torch.zeros(1, 6, 4)}, r"initial_state must be \[N=2, D=6, W-1=3\]"),
-        ({"cu_seqlens": None, "cu_seqlens_cpu": torch.tensor([0, 5])}, "cu_seqlens must be given"),
         ({"x": torch.zeros(2, 5, 6)}, "B == 1 with cu_seqlens, got B=2"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens must be .*int32 or int64"),
         ({"cu_seqlens": torch.zeros(2, 3, dtype=torch.int64)}, r"cu_seqlens must be \[N \+ 1\]"),

@@ -108,7 +108,9 @@ BAD = [
     ("cp_context", {"cp_context": 3}, "int"),
     ("recompute", {"recompute": 3}, "int"),
     ("head_first", {"head_first": True}, "True"),
-    ("state_v_first", {"transpose_state_layout": True}, "transpose_state_layout"),
+    ("use_qk_l2norm", {"use_qk_l2norm": True}, "bool"),
+    ("attention_mask", {"attention_mask": torch.ones(1, 6)}, "Tensor"),
+    ("lower_bound", {"lower_bound": -5.0}, "float"),
     ("use_qk_l2norm_in_kernel", {"use_qk_l2norm_kernel": True}, "'use_qk_l2norm_kernel'"),
     ("cu_seqlens", {"cu_seqlen": None}, "'cu_seqlen'"),
     ("initial_state", {"initial_states": None}, "'initial_states'"),
@@ -152,6 +154,7 @@ def test_a_state_is_checked_against_the_number_of_documents_before_anything_runs
         {"cu_seq_lens_q": torch.tensor([0, 6]), "max_length_q": 6},
         {"head_first": False, "transpose_state_layout": False},
         {"chunk_indices": torch.zeros(1, 2)},
+        {"attention_mask": None, "use_exotic_kernel": False},
     ],
     ids=lambda extra: next(iter(extra)),
 )
@@ -170,6 +173,16 @@ def test_an_unknown_keyword_is_ignored_with_one_warning_that_names_it(monkeypatc
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         chunk_gated_delta_rule(**good(), colour="red")
+
+
+def test_transpose_state_layout_means_state_v_first():
+    call = good(v=torch.ones(B, T, HV, K + 1))
+    _, v_first = chunk_gated_delta_rule(**call, output_final_state=True, state_v_first=True)
+    _, old_name = chunk_gated_delta_rule(
+        **call, output_final_state=True, transpose_state_layout=True
+    )
+    assert torch.equal(old_name, v_first)
+    assert old_name.shape[-2:] == (K + 1, K)
 
 
 @pytest.mark.parametrize(("name", "value"), [("workspace", object()), ("graph", "replay")])

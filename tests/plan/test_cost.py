@@ -77,7 +77,7 @@ def test_saved_capacity_holds_every_walk_of_a_rank(
     for rank in range(plan.ranks):
         counts = Counts.of(rank_walk(plan, rank, heads, deterministic))
         held = len(plan.fragments[rank])
-        most = capacity(plan.local_rows(rank), held, heads, fragments=plan.ranks > 1)
+        most = capacity(plan.local_rows(rank), held, heads, edges=plan.edges(rank))
         assert counts.chunks <= most.chunks
         assert counts.borders <= most.borders
         assert counts.maps <= most.maps

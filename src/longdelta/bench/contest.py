@@ -274,7 +274,7 @@ class Contest:
         ready: dict[tuple[str, str], Call] = {}
         on_gpu = self.place.device.type == "cuda"
         for entry in self.entries:
-            # One pool an arm: its graphs never run at once, and a failed capture harms no other arm.
+            # One pool an arm: its graphs never run at once; a failed capture harms no other arm.
             pool = torch.cuda.graph_pool_handle() if mode == "replay" and on_gpu else None
             for op in ops if entry.runner is not None else ():
                 self._prepare(entry, op, mode, pool, ready)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from longdelta.bench.baselines import Arm, chosen_arms, release, revision_arm
-from longdelta.bench.contest import Contest, Entry
+from longdelta.bench.contest import Contest, Entry, measured_ops
 from longdelta.bench.problem import Place, problem_of
 from longdelta.bench.results import MODES, OPS, Record, write_csv
 from longdelta.bench.revisions import commit_here, load_revision
@@ -58,8 +58,8 @@ class Plan:
     @property
     def steps(self) -> int:
         """Steps of the progress bar: first calls, and timed calls."""
-        timed = {part for op in self.ops for part in {"bwd": ("fwd", "fwdbwd")}.get(op, (op,))}
-        calls = self.schedule.groups * 2 * self.schedule.rounds * len(timed) * len(self.modes)
+        timed = len(measured_ops(self.ops)) * len(self.modes)
+        calls = self.schedule.groups * 2 * self.schedule.rounds * timed
         return len(self.rows) * len(self.arms) * (1 + calls)
 
 

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from longdelta.errors import InvalidInput
 
 Group = dist.ProcessGroup
+Mesh = DeviceMesh
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # exported, though not by its stub
 
 
@@ -91,8 +93,15 @@ def destroy(group: Group) -> None:
     dist.destroy_process_group(group)
 
 
-def group_of(group: Group | None) -> Group | None:
+def group_of(group: Group | DeviceMesh | None) -> Group | None:
     """The group itself, the default one for None, or None where nothing is initialised."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise InvalidInput(
+                f"group must be a process group or a mesh of one dimension, got {group.ndim}; pass "
+                'mesh.get_group("cp")'
+            )
+        return group.get_group()
     if group is not None:
         return group
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from longdelta.distributed import collectives
-from longdelta.distributed.collectives import Group
+from longdelta.distributed.collectives import Group, Mesh
 from longdelta.distributed.exchange import GatherBoundary, RelayBoundary
 from longdelta.distributed.shards import moved, sharded, unsharded
 from longdelta.errors import InvalidInput
@@ -38,6 +38,7 @@ class CPContext:
         starts, ends: documents that start / end here: initial_state has one row for each of
             `starts`, final_state one for each of `ends`, in document order.
         rows: packed rows that this rank's tensors must have.
+        handle: names this context inside the operators.
         device: where `shard` puts rows; None: where they are.
     Source: this project, docs/guides/context-parallelism.md.
     """
@@ -62,12 +63,8 @@ class CPContext:
         self._parts: dict[tuple[int, bool, torch.device], tuple[Tables, Boundary]] = {}
         self._halo = lru_cache(maxsize=4)(lambda size: halo(held, size))
         self._bounds: dict[torch.device, Tensor] = {}
+        self.handle = handle_of(self, entries=1 + held.edges(self.rank))
         self.check_alive()
-
-    @cached_property
-    def handle(self) -> Tensor:
-        """Names this context inside the operators."""
-        return handle_of(self)
 
     def cu_seqlens_on(self, device: torch.device) -> Tensor:
         """`cu_seqlens` on a device; copied once."""
@@ -183,7 +180,7 @@ class CPContext:
 
 def build_cp_context(
     cu_seqlens: Tensor | Sequence[int],
-    group: Group | None = None,
+    group: Group | Mesh | None = None,
     layout: str = "contiguous",
     *,
     align: str = "token",
@@ -202,7 +199,8 @@ def build_cp_context(
         cu_seqlens: ``[N + 1]`` boundaries of the whole batch, in tokens: ints, or an int32 or int64
             tensor (copied to the host once).
         group: process group of the ranks; None: the default group, or one rank where
-            torch.distributed is not initialised. From a DeviceMesh: ``mesh.get_group("cp")``.
+            torch.distributed is not initialised. Of a DeviceMesh: ``mesh.get_group("cp")`` or a
+            mesh of one dimension.
         layout: "contiguous", "zigzag", "zigzag_per_document", "balanced" or "fragments".
         align: "token" cuts anywhere; "segment" cuts on segment borders, so that
             `deterministic=True` gives the bits of one device.

@@ -57,9 +57,9 @@ def causal_conv1d(
         weight: ``[D, W]``, W >= 1; its last column meets the present token.
         bias: ``[D]`` or None.
         activation: None or "silu".
-        cu_seqlens: ``[N + 1]`` int32 or int64 token offsets on x's device, needs B == 1; repeats
-            mark empty documents. None: each of the B rows is one document, N = B.
-        cu_seqlens_cpu: the same offsets on the CPU; saves their copy to the host.
+        cu_seqlens: ``[N + 1]`` int32 or int64 token offsets on x's device or the CPU, needs
+            B == 1; repeats mark empty documents. None: each of the B rows is one document, N = B.
+        cu_seqlens_cpu: the same offsets on the CPU, with it or alone; saves the copy to the host.
         initial_state: ``[N, D, W - 1]``, the tokens before each document, oldest first.
         output_final_state: also return the last W - 1 tokens of each document and its history,
             oldest first, in the wider dtype of x and initial_state.
@@ -80,6 +80,7 @@ def causal_conv1d(
         return _across_ranks(
             x, weight, bias, activation, initial_state, output_final_state, cp_context
         )
+    cu_seqlens = cu_seqlens_cpu if cu_seqlens is None else cu_seqlens
     N = _check_documents(x, cu_seqlens, cu_seqlens_cpu)
     _check_state(x, weight, N, initial_state)
     state_dtype = x.dtype if initial_state is None else _wider(x.dtype, initial_state.dtype)
@@ -110,7 +111,12 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, size).uniform_(-1, 1) * size**-0.5)
+        self.weight = nn.Parameter(torch.empty(channels, size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight uniform in +-W^{-1/2}."""
+        nn.init.uniform_(self.weight, -(self.weight.shape[1] ** -0.5), self.weight.shape[1] ** -0.5)
 
     def forward(
         self,
@@ -195,7 +201,7 @@ def _packed_documents(
     assert cu_seqlens is not None
     rows = rows_BTD[0]
     N, halo, D = history_NWD.shape
-    offsets = cu_seqlens.to(torch.int64)
+    offsets = cu_seqlens.to(rows.device, torch.int64)
     row = torch.arange(rows.shape[0], device=rows.device)
     document = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
     held = (document < N).unsqueeze(1)
@@ -249,22 +255,21 @@ def _check_documents(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tenso
     """Returns N."""
     B, T = (1, x.shape[0]) if x.dim() == 2 else x.shape[:2]
     if cu_seqlens is None:
-        if cu_seqlens_cpu is not None:
-            raise InvalidInput("cu_seqlens must be given with cu_seqlens_cpu, got None; pass both")
         return B
     if B != 1:
         raise InvalidInput(f"x must have B == 1 with cu_seqlens, got B={B}; pack its rows into one")
-    for name, tensor, device in (
-        ("cu_seqlens", cu_seqlens, x.device),
-        ("cu_seqlens_cpu", cu_seqlens_cpu, torch.device("cpu")),
+    cpu = torch.device("cpu")
+    for name, tensor, devices in (
+        ("cu_seqlens", cu_seqlens, (x.device, cpu)),
+        ("cu_seqlens_cpu", cu_seqlens_cpu, (cpu,)),
     ):
         if tensor is None:
             continue
         if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
             raise InvalidInput(f"{name} must be [N + 1] int32 or int64, got {_came(tensor)}")
-        if len(tensor) != max(1, len(cu_seqlens)) or tensor.device != device:
+        if len(tensor) != max(1, len(cu_seqlens)) or tensor.device not in devices:
             raise InvalidInput(
-                f"{name} must hold N + 1 offsets on {device}, got {_came(tensor)}; "
+                f"{name} must hold N + 1 offsets on {devices[0]}, got {_came(tensor)}; "
                 "use [0] for no document"
             )
     if not torch.compiler.is_compiling():

@@ -100,11 +100,11 @@ class GatedDeltaNet(nn.Module):
         # The only parameters that the layer holds itself: `_apply` relies on it.
         self.A_log = nn.Parameter(torch.empty(self.HV, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.HV, dtype=torch.float32))
-        self.reset_gate()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def reset_gate(self) -> None:
-        """Draw e^{A_log} uniform in (0.01, 16), softplus(dt_bias) log-uniform in (1e-3, 0.1)."""
+    def reset_parameters(self) -> None:
+        """The gate anew (projections and convolution have their own): draw e^{A_log} uniform in (0.01, 16), softplus(dt_bias) log-uniform in (1e-3, 0.1)."""
         self.A_log.uniform_(0.01, 16).log_()
         dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))

@@ -1,7 +1,7 @@
 """Objects that travel through an operator as a 0-d tensor.
 
-An operator's schema takes tensors. A handle is a 0-d int64 CPU tensor that names an object in a
-weak table: a compiled graph does not specialise on it, and an object that is gone is an error, not
+An operator's schema takes tensors. A handle is an int64 CPU tensor whose entries name an object in
+a weak table: a compiled graph does not specialise on it, and an object that is gone is an error, not
 a wrong answer. The tensor owns the object, so that what an autograd graph saves keeps it alive.
 """
 
@@ -20,18 +20,21 @@ _held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _next = itertools.count(1)
 
 
-def handle_of(thing: object) -> Tensor:
-    """A new handle, which keeps the object alive; the table does not."""
+def handle_of(thing: object, entries: int = 1) -> Tensor:
+    """A new handle, which keeps the object alive; the table does not.
+
+    entries: its length, all that a compiled graph may know of the object.
+    """
     number = next(_next)
     _held[number] = thing
-    handle = torch.tensor(number, dtype=torch.int64)
+    handle = torch.full([entries], number, dtype=torch.int64)
     handle.owner = thing  # type: ignore[attr-defined]
     return handle
 
 
 def held_by(handle: Tensor, name: str) -> Any:
     """The object behind a handle."""
-    thing = _held.get(int(handle))
+    thing = _held.get(int(handle[0]))
     if thing is None:
         raise InvalidInput(
             f"{name} must be alive when the operation runs, in the backward too; it was collected. "

@@ -56,7 +56,8 @@ class Inputs(NamedTuple):
     cu_seqlens: Tensor | None
     cu_seqlens_cpu: Tensor | None
     context: Tensor | None
-    """Handle of a CPContext; cu_seqlens_cpu then holds the boundaries of this rank's fragments."""
+    """Handle of a CPContext, with an entry more than the rank has edges: a shape, which a graph
+    does not specialise on. cu_seqlens_cpu then holds the boundaries of this rank's fragments."""
     recompute: Tensor | None
     """Handle of a RecomputeHandle."""
     scale: float
@@ -95,7 +96,7 @@ class Inputs(NamedTuple):
             V=V,
             dtype=dtype_name(self.q.dtype),
             backend=name,
-            fragments=self.context is not None,
+            edges=0 if self.context is None else self.context.shape[0] - 1,
         )
         o = self.v.new_empty(self.v.shape)
         state = self.q.new_empty(shape if self.output_final_state else [0], dtype=dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -33,11 +32,7 @@ class RecomputeHandle:
         self._kept: list[tuple[Tensor, ...]] = []
         self._runs = 0
         self._cursor = 0
-
-    @cached_property
-    def handle(self) -> Tensor:
-        """Names this object inside the operators."""
-        return handle_of(self)
+        self.handle = handle_of(self)
 
     @property
     def nbytes(self) -> int:

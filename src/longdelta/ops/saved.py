@@ -34,8 +34,14 @@ class Sizes:
         found = {}
         for place in places:
             part = buffer[place.offset : place.offset + place.size_bytes]
-            found[place.name] = part.view(self.compute_dtype).view(place.shape)
+            found[place.name] = part.view(self._dtype_of(place.name)).view(place.shape)
         return found
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        size = tensors.itemsize(name, dtype_name(self.dtype), self.backend)
+        if size == 2:
+            return torch.float16 if name == "Z" else torch.bfloat16
+        return self.compute_dtype
 
     def new(self, names: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
         """The named tensors in one fresh buffer."""

@@ -25,7 +25,8 @@ class Support:
     reasons: dict[str, str]
 
 
-def _gluon_reason(device: torch.device, dtype: torch.dtype, K: int, V: int) -> str:
+def _gluon_reason(device: torch.device, dtype: torch.dtype, K: int, V: int) -> str | None:
+    """Why the Hopper kernels cannot run this; None where they can."""
     if device.type != "cuda":
         return f"needs an NVIDIA Hopper GPU (sm_90a); the tensors are on {device.type}"
     try:
@@ -40,7 +41,7 @@ def _gluon_reason(device: torch.device, dtype: torch.dtype, K: int, V: int) -> s
         return f"takes bfloat16; q, k and v are {dtype}"
     if (K, V) != (128, 128):
         return f"takes K = V = 128; found K = {K}, V = {V}"
-    return "its kernels are not part of this version"
+    return None
 
 
 def support(
@@ -68,21 +69,22 @@ def support(
     if backend not in BACKENDS:
         raise InvalidInput(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    reasons = {"gluon": _gluon_reason(place, dtype, head_k_dim, head_v_dim)}
-    if backend in reasons:
+    reason = _gluon_reason(place, dtype, head_k_dim, head_v_dim)
+    if backend == "gluon" and reason is not None:
         raise UnsupportedProblem(
-            f"backend={backend!r} cannot run this: {backend} {reasons[backend]}. "
-            "Use backend='auto' or 'eager'."
+            f"backend='gluon' cannot run this: gluon {reason}. Use backend='auto' or 'eager'."
         )
     if backend == "eager":
-        reasons = {"gluon": "was not asked for"}
-    return Support("eager", reasons)
+        return Support("eager", {"gluon": "was not asked for"})
+    if reason is not None:
+        return Support("eager", {"gluon": reason})
+    return Support("gluon", {"eager": "is the slower one"})
 
 
 @lru_cache(maxsize=256)
 def _selected(device: torch.device, dtype: torch.dtype, K: int, V: int, backend: str) -> str:
     found = support(device=device, dtype=dtype, head_k_dim=K, head_v_dim=V, backend=backend)
-    if backend == "auto" and device.type == "cuda":
+    if backend == "auto" and device.type == "cuda" and found.backend != "gluon":
         _say_once(found.backend, found.reasons["gluon"])
     return found.backend
 
@@ -99,4 +101,9 @@ def selected(device: torch.device, dtype: torch.dtype, K: int, V: int, backend: 
 
 def stages(name: str) -> Backend:
     """The stages of a backend."""
-    return cast(Backend, {"eager": eager}[name])
+    if name == "gluon":
+        # Only here: Triton need not be installed where nothing asks for it.
+        from longdelta.kernels import gluon
+
+        return cast(Backend, gluon)
+    return cast(Backend, eager)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from longdelta.errors import InvalidInput
 from longdelta.plan.chains import messages, relay_rounds, summaries
@@ -19,6 +20,15 @@ from longdelta.plan.partition import Partition, partition
 from longdelta.plan.tensors import SAVE_MODES, Counts, itemsize, saved_bytes, workspace_bytes
 
 DIRECTIONS = ("forward", "backward")
+BACKENDS = ("eager", "gluon")
+
+
+@runtime_checkable
+class SupportsTolist(Protocol):
+    """A tensor or an array."""
+
+    def tolist(self) -> list[int]:
+        """The numbers."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +71,13 @@ class Bytes:
 
 
 def bytes_needed(
-    cu_seqlens: Sequence[int],
+    cu_seqlens: Sequence[int] | SupportsTolist,
     *,
     num_heads: int,
     num_v_heads: int,
     head_k_dim: int = 128,
     head_v_dim: int = 128,
-    dtype: str = "bfloat16",
+    dtype: object = "bfloat16",
     save: str = "light",
     backend: str = "eager",
     ranks: int = 1,
@@ -83,12 +93,12 @@ def bytes_needed(
     """Bytes that a call needs on one rank besides its inputs and outputs: exact integers.
 
     Args:
-        cu_seqlens: `[N + 1]` document boundaries in tokens; a batch of B sequences of T tokens is
+        cu_seqlens: `[N + 1]` document boundaries in tokens, ints or a tensor; a batch of B sequences of T tokens is
             `[0, T, 2 T, ...]`.
         num_heads, num_v_heads: q/k heads H and value heads HV, a multiple of H.
         head_k_dim, head_v_dim: K and V.
-        dtype: of q, k and v: float64, float32, bfloat16 or float16.
-        save: `none`, `light` or `full`.
+        dtype: of q, k and v: float64, float32, bfloat16 or float16, by name or torch's.
+        save: `none`, `light`, `full`, or `auto`: `light`, as where a gradient is required.
         backend: `eager` or `gluon`, whose stage tensors differ in dtype.
         ranks, layout, align, fragments, rows: the partition, as in `longdelta.plan.partition`.
         rank: whose bytes.
@@ -109,9 +119,14 @@ def bytes_needed(
     halo backward 0 15360
     """
     heads = Heads(num_heads, num_v_heads, head_k_dim, head_v_dim)
+    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, SupportsTolist) else cu_seqlens
+    dtype = str(dtype).removeprefix("torch.")
+    save = "light" if save == "auto" else save
     _check(heads, dtype, save, ranks, rank)
+    if backend not in BACKENDS:
+        raise InvalidInput(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     held = partition(
-        cu_seqlens,
+        bounds,
         ranks,
         layout,
         align=align,
@@ -130,7 +145,7 @@ def bytes_needed(
         N=len(held.fragments[rank]),
         dtype=dtype,
         backend=backend,
-        fragments=ranks > 1,
+        edges=held.edges(rank),
         **sizes,
     )
     exchange = [

@@ -104,6 +104,17 @@ class Partition:
             if piece.stop == self.document_tokens(piece.document)
         )
 
+    def edges(self, rank: int) -> int:
+        """How often a document of this rank goes on on another rank, before or after.
+
+        >>> partition([0, 6, 10], 2).edges(0)
+        1
+        """
+        return sum(
+            (piece.offset > 0) + (piece.stop < self.document_tokens(piece.document))
+            for piece in self.fragments[rank]
+        )
+
     def rows_of(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Ranges `[start, stop)` of global packed rows in local order; neighbours are one range.
 

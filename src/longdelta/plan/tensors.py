@@ -39,16 +39,17 @@ class Counts:
         return cls(walk.chunks, walk.borders, walk.maps)
 
 
-def capacity(T: int, N: int, HV: int, fragments: bool = False) -> Counts:
-    """The most that T rows in N documents (or, across ranks, N fragments of documents) can have.
+def capacity(T: int, N: int, HV: int, edges: int = 0) -> Counts:
+    """The most that T rows in N documents can have.
+
+    edges: across ranks, how often a document of this rank goes on on another one, before or after;
+    N then counts the rank's fragments.
 
     >>> capacity(T=4096, N=3, HV=6)
     Counts(chunks=67, borders=8, maps=8)
     """
     borders = T // (CHUNK * SHORTEST_SEGMENT[HV >= 32])
-    if fragments:
-        return Counts(T // CHUNK + 2 * N, borders + 3 * N, borders + 3 * N)
-    return Counts(T // CHUNK + N, borders, borders)
+    return Counts(T // CHUNK + N + edges, borders + 2 * edges, borders + 2 * edges)
 
 
 def shape(name: str, counts: Counts, HV: int, K: int, V: int) -> tuple[int, ...]:
@@ -141,7 +142,7 @@ def saved_bytes(
     V: int,
     dtype: str = "bfloat16",
     backend: str = "eager",
-    fragments: bool = False,
+    edges: int = 0,
 ) -> int:
     """Bytes of the flat saved tensor: Note [Capacity].
 
@@ -150,7 +151,7 @@ def saved_bytes(
     >>> saved_bytes("light", T=4096, N=3, HV=6, K=128, V=128) == 2 * 8 * 6 * 128 * 128 * 4
     True
     """
-    counts = capacity(T, N, HV, fragments)
+    counts = capacity(T, N, HV, edges)
     return layout(KEPT[save], counts, HV=HV, K=K, V=V, dtype=dtype, backend=backend)[1]
 
 

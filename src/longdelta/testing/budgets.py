@@ -21,6 +21,20 @@ EAGER = {
 }
 """Budget of every output and gradient of the eager backend, by the dtype of the result."""
 
+HOPPER = {
+    "o": 4.5e-3,
+    "final_state": 4e-3,
+    "dq": 6e-3,
+    "dk": 6e-3,
+    "dv": 6e-3,
+    "dg": 8e-3,
+    "dbeta": 8e-3,
+    "d_initial_state": 6e-3,
+}
+"""Of the Hopper kernels, whose products have bf16 operands (docs/log.md); keys of about unit length."""
+HOPPER_CORRELATED = 2.0
+"""Factor of these budgets where keys are close to each other and beta is close to 1."""
+
 
 def relative_l2(out: torch.Tensor, ref: torch.Tensor, scale: torch.Tensor | None = None) -> float:
     """||out - ref|| / ||ref|| in float64; `scale`, if given, takes ref's place below the line.

@@ -12,11 +12,15 @@ from longdelta.kernels import eager
 
 
 def _widened(stage: Callable[..., None]) -> Callable[..., None]:
-    """The stage with its 16-bit inputs, q, k, v and tapes alike, in float32."""
+    """The stage in float32, q and k first rounded as the kernels take them, tapes and all."""
 
-    def run(*arguments: Any, **outputs: Any) -> None:
+    def run(q: Tensor, k: Tensor, *arguments: Any, **outputs: Tensor | None) -> None:
         wide = [x.float() if isinstance(x, Tensor) else x for x in arguments]
-        stage(*wide, **outputs)
+        held = {n: x if x is None or x.itemsize > 2 else x.float() for n, x in outputs.items()}
+        stage(q.to(torch.bfloat16).float(), k.to(torch.bfloat16).float(), *wide, **held)
+        for name, x in outputs.items():
+            if x is not None and x is not held[name]:
+                x.copy_(held[name])
 
     return run
 

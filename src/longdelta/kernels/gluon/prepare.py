@@ -2,10 +2,11 @@
 
     G_i = sum_{j <= i} max(g_j, -87)       N = tril(K K^T, -1), one for all value heads of a q/k head
     (I + D N)^-1 = I + D Z, D = diag(beta):    Z <- Z - (I + Z D) N_w (I + D Z),  w = 1, 2, 4, .. 32
-One program makes N of one (chunk, q/k head) and Z of each of its value heads. The four 16 x 16
-diagonal tiles are inverted one per warp, in registers: a fragment of an accumulator is, transposed,
-a fragment of the right operand, so Z and Z^T are carried side by side and nothing moves between
-lanes. The merges to 32 and 64 pass through shared memory.
+One program makes N of one (chunk, q/k head) and Z of its value heads, two at a time. A warp holds one
+32 x 32 half of one of them: its two 16 x 16 diagonal tiles are inverted and merged in registers,
+since a fragment of an accumulator is, transposed, a fragment of the right operand; so Z and Z^T
+are carried side by side and nothing moves between lanes. The last merge, of the two halves, passes
+through shared memory. Tiles are numbered (r, head, half): tile r of that half of that head.
 
 Operands are fp16. Where beta |k|^2 exceeds 1 each is split into a bf16 head and tail instead (three
 products): what cancels there needs 16 bits, and entries that leave the range of fp16 stay finite
@@ -26,10 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from longdelta.kernels.gluon.tables import tables_of
-from longdelta.kernels.gluon.tiles import in_place, split_product, to_fp16
+from longdelta.kernels.gluon.tiles import in_place, split_product, to_bf16, to_fp16
 from longdelta.kernels.stages import Tables
 from longdelta.runtime.launch import launch
 
+ROWS = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
+"""Of 64-byte rows: eight of them lie in different banks."""
 GATE_FLOOR = gl.constexpr(-87.0)
 """e^-87 is just above the smallest normal float32; a deeper floor costs later tokens their digits."""
 
@@ -41,7 +44,7 @@ def _add(a, b):
 
 @gluon.jit
 def _product(a, b, acc, SPLIT: gl.constexpr):
-    """acc + a b with fp16 operands, or with split ones."""
+    """acc + a b of fp32 operands."""
     if SPLIT:
         acc = split_product(a, b, acc)
     else:
@@ -51,12 +54,12 @@ def _product(a, b, acc, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _invert_tiles(N, b, T: gl.constexpr, SPLIT: gl.constexpr):
-    """Z of the 16 x 16 tiles N [4, 16, 16], one per warp."""
+    """Z and Z^T of 16 x 16 tiles, two per warp."""
     A: gl.constexpr = gl.DotOperandLayout(0, T, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, T, 2)
     i = gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(0, T)))[:, None][None, :, :]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, T)))[None, :][None, :, :]
-    zero = gl.zeros([4, 16, 16], gl.float32, T)
+    zero = gl.zeros([8, 16, 16], gl.float32, T)
     Z = zero - gl.where((i // 2 == j // 2) & (i > j), N, 0.0)
     Zt = gl.convert_layout(gl.permute(Z, (0, 2, 1)), T)
     for level in gl.static_range(1, 4):
@@ -68,90 +71,191 @@ def _invert_tiles(N, b, T: gl.constexpr, SPLIT: gl.constexpr):
         right = gl.where(i == j, 1.0, Z * b)
         Y = gl.convert_layout(gl.permute(Yt, (0, 2, 1)), B)
         Z = Z - _product(gl.convert_layout(right, A), Y, zero, SPLIT)
-        if level < 3:
-            right_t = gl.convert_layout(gl.permute(right, (0, 2, 1)), B)
-            Zt = Zt - _product(gl.convert_layout(Yt, A), right_t, zero, SPLIT)
-    return Z
+        right_t = gl.convert_layout(gl.permute(right, (0, 2, 1)), B)
+        Zt = Zt - _product(gl.convert_layout(Yt, A), right_t, zero, SPLIT)
+    return Z, Zt
 
 
 @gluon.jit
-def _merge(z11_t, z22, link_t, b1, b2, i, j, inner, inner_t, outer, zero, A: gl.constexpr, B: gl.constexpr,
-           SPLIT: gl.constexpr):
-    """outer = -(I + Z22 D2) N21 (I + D1 Z11), the product of the last two through `inner`."""
-    left = gl.where(i == j, 1.0, z11_t.load(A) * b1)
-    inner.store(_product(left, link_t, zero, SPLIT))
-    right = gl.where(i == j, 1.0, z22.load(A) * b2)
-    gl.thread_barrier()
-    outer.store(zero - _product(right, inner_t.load(B), zero, SPLIT))
-    gl.thread_barrier()
+def _apart(x, T: gl.constexpr):
+    """[8, ..] as its tiles r = 0 and r = 1, [4, ..] each."""
+    both = gl.permute(gl.reshape(x, [2, 4, x.shape[1], x.shape[2]]), (1, 2, 3, 0))
+    first, second = gl.split(both)
+    return gl.convert_layout(first, T), gl.convert_layout(second, T)
 
 
 @gluon.jit
-def _invert(tiles, link32_t, link64_t, bs, halves, work, z21, T: gl.constexpr, P: gl.constexpr, Q: gl.constexpr,
-            SPLIT: gl.constexpr):
-    """Z of one value head: the diagonal 32 x 32 halves, and the block below them."""
-    PA: gl.constexpr = gl.DotOperandLayout(0, P, 2)
-    PB: gl.constexpr = gl.DotOperandLayout(1, P, 2)
-    QA: gl.constexpr = gl.DotOperandLayout(0, Q, 2)
-    QB: gl.constexpr = gl.DotOperandLayout(1, Q, 2)
+def _put(tiles, row: gl.constexpr, column: gl.constexpr, x, SPLIT: gl.constexpr):
+    """A 16 x 16 quadrant of every half, as operands of the last merge."""
+    if SPLIT:
+        x_head = to_bf16(x)
+        tiles.index(0).slice(row, 16, 1).slice(column, 16, 2).store(x_head)
+        x = to_bf16(x - x_head.to(gl.float32))
+        tiles.index(1).slice(row, 16, 1).slice(column, 16, 2).store(x)
+    else:
+        plane = tiles.index(0)._reinterpret(gl.float16, [4, 32, 32], ROWS)
+        plane.slice(row, 16, 1).slice(column, 16, 2).store(to_fp16(x))
+
+
+@gluon.jit
+def _put_whole(tiles, x, SPLIT: gl.constexpr):
+    if SPLIT:
+        x_head = to_bf16(x)
+        tiles.index(0).store(x_head)
+        tiles.index(1).store(to_bf16(x - x_head.to(gl.float32)))
+    else:
+        tiles.index(0)._reinterpret(gl.float16, [2, 32, 32], ROWS).store(to_fp16(x))
+
+
+@gluon.jit
+def _put_links(links, N, SPLIT: gl.constexpr):
+    """The block of N below its diagonal halves, for both heads, as operands of the last merge."""
+    L: gl.constexpr = N.type.layout
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None]
+    j = gl.arange(0, 64, layout=gl.SliceLayout(0, L))[None, :]
+    x = gl.sum(gl.reshape(gl.where((i >= 32) & (j < 32), N, 0.0), [64, 2, 32]), 1)
+    x = gl.reshape(x, [1, 64, 32])
+    for h in gl.static_range(2):
+        if SPLIT:
+            x_head = to_bf16(x)
+            links.index(0).slice(h, 1, 0).store(x_head)
+            links.index(1).slice(h, 1, 0).store(to_bf16(x - x_head.to(gl.float32)))
+        else:
+            plane = links.index(0)._reinterpret(gl.float16, [2, 64, 32], ROWS)
+            plane.slice(h, 1, 0).store(to_fp16(x))
+
+
+@gluon.jit
+def _operand(
+    tiles, plane: gl.constexpr, rows: gl.constexpr, start: gl.constexpr, turn: gl.constexpr,
+    DTYPE: gl.constexpr, L: gl.constexpr,
+):
+    """[2 heads, 32, 32] of an operand's head or tail."""
+    whole = tiles.index(plane)._reinterpret(DTYPE, [2, rows, 32], ROWS)
+    return whole.slice(start, 32, 1).permute(turn).load(L)
+
+
+@gluon.jit
+def _last_merge(
+    left, start: gl.constexpr, turn: gl.constexpr, right, rows: gl.constexpr, U: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
+    """left right^T of both heads: left a half of each, right the last 32 of its rows."""
+    A: gl.constexpr = gl.DotOperandLayout(0, U, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, U, 2)
+    FLIP: gl.constexpr = (0, 2, 1)
+    acc = gl.zeros([2, 32, 32], gl.float32, U)
+    if SPLIT:
+        a_head = _operand(left, 0, 64, start, turn, gl.bfloat16, A)
+        b_head = _operand(right, 0, rows, rows - 32, FLIP, gl.bfloat16, B)
+        acc = mma_v2(_operand(left, 1, 64, start, turn, gl.bfloat16, A), b_head, acc)
+        acc = mma_v2(a_head, _operand(right, 1, rows, rows - 32, FLIP, gl.bfloat16, B), acc)
+        acc = mma_v2(a_head, b_head, acc)
+    else:
+        a = _operand(left, 0, 64, start, turn, gl.float16, A)
+        acc = mma_v2(a, _operand(right, 0, rows, rows - 32, FLIP, gl.float16, B), acc)
+    return acc
+
+
+@gluon.jit
+def _solve(N, tiles, link_t, g, beta, G, Z, bs, gs, halves, links, inner, first, size, slot, HV, GROUP,
+           T: gl.constexpr, SPLIT: gl.constexpr):
+    """Z and G of every value head of the group."""
+    IN: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    VL: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    U: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2, 1], [1, 16, 8])
+    OL: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [2, 2, 1], [2, 1, 0])
+    A: gl.constexpr = gl.DotOperandLayout(0, T, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, T, 2)
     flat3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    rows3: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])
-    rows2: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-    tb = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, T)))[:, None][:, :, None]
-    z = _invert_tiles(tiles, bs._reinterpret(gl.float32, [4, 1, 16], flat3).load(T), T, SPLIT)
-    even = gl.where(tb % 2 == 0, z, 0.0)
-    odd = gl.where(tb % 2 == 1, z, 0.0)
-    both = gl.reshape(gl.permute(gl.join(even, odd), (0, 1, 3, 2)), [64, 32])
-    halves._reinterpret(gl.float32, [64, 32], rows2).store(both)
-    gl.thread_barrier()
-    zs = halves._reinterpret(gl.float32, [2, 32, 32], rows3)
-    pi = gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(0, PA)))[:, None][None, :, :]
-    pj = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, PA)))[None, :][None, :, :]
-    pairs = bs._reinterpret(gl.float32, [2, 2, 16], flat3)
-    upper = work._reinterpret(gl.float32, [2, 16, 32], rows3).slice(0, 16, 2)
-    _merge(
-        zs.slice(0, 16, 1).slice(0, 16, 2).permute((0, 2, 1)), zs.slice(16, 16, 1).slice(16, 16, 2), link32_t,
-        pairs.slice(0, 1, 1).load(PA), pairs.slice(1, 1, 1).load(PA), pi, pj, upper, upper.permute((0, 2, 1)),
-        zs.slice(16, 16, 1).slice(0, 16, 2), gl.zeros([2, 16, 16], gl.float32, P), PA, PB, SPLIT,
-    )
-    qi = gl.arange(0, 32, layout=gl.SliceLayout(1, QA))[:, None]
-    qj = gl.arange(0, 32, layout=gl.SliceLayout(0, QA))[None, :]
-    b1 = bs.slice(0, 32).load(gl.SliceLayout(0, QA))[None, :]
-    b2 = bs.slice(32, 32).load(gl.SliceLayout(0, QA))[None, :]
-    _merge(
-        halves.index(0).permute((1, 0)), halves.index(1), link64_t, b1, b2, qi, qj, work, work.permute((1, 0)),
-        z21, gl.zeros([32, 32], gl.float32, Q), QA, QB, SPLIT,
-    )
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, IN))[:, None]
+    m = gl.arange(0, 4, layout=gl.SliceLayout(0, IN))[None, :]
+    vh = gl.arange(0, 4, layout=gl.SliceLayout(1, VL))[:, None]
+    vn = gl.arange(0, 64, layout=gl.SliceLayout(0, VL))[None, :]
+    w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, T)))[:, None][:, :, None]
+    i = gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(0, T)))[:, None][None, :, :]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, T)))[None, :][None, :, :]
+    uh = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, U)))[:, None][:, :, None]
+    ui = gl.arange(0, 32, layout=gl.SliceLayout(1, gl.SliceLayout(0, U)))[:, None][None, :, :]
+    uj = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, U)))[None, :][None, :, :]
+    oh = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, OL)))[:, None][:, :, None]
+    oi = gl.arange(0, 32, layout=gl.SliceLayout(1, gl.SliceLayout(0, OL)))[:, None][None, :, :]
+    oj = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, OL)))[None, :][None, :, :]
+    zero = gl.zeros([4, 16, 16], gl.float32, T)
+    _put_links(links, N, SPLIT)
+    _put(halves, 0, 16, zero, SPLIT)
+    for block in range(0, GROUP, 4):
+        held = gl.minimum(GROUP - block, 4)
+        at = first + n * HV + block + m
+        there = (n < size) & (m < held)
+        gs.permute((1, 0)).store(gl.load(g + at, mask=there, other=0.0))
+        b = gl.reshape(gl.load(beta + at, mask=there, other=0.0), [2, 2, 16, 2, 2])
+        bs._reinterpret(gl.float32, [2, 2, 2, 2, 16], gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])).store(gl.permute(b, (3, 1, 4, 0, 2)))
+        gl.thread_barrier()
+        total = gl.associative_scan(gl.maximum(gs.load(VL), GATE_FLOOR), 1, _add)
+        gl.store(G + (slot + block + vh) * 64 + vn, total, mask=vh < held)
+        for pair in range(0, (held + 1) // 2):
+            column = bs.index(pair)._reinterpret(gl.float32, [8, 1, 16], flat3).load(T)
+            z, zt = _invert_tiles(tiles, column, T, SPLIT)
+            z11, z22 = _apart(z, T)
+            z11_t, _ = _apart(zt, T)
+            b1 = bs.index(pair).slice(0, 64)
+            b2 = bs.index(pair).slice(64, 64)
+            column1 = b1._reinterpret(gl.float32, [4, 1, 16], flat3).load(T)
+            column2 = b2._reinterpret(gl.float32, [4, 1, 16], flat3).load(T)
+            row1 = b1._reinterpret(gl.float32, [4, 16, 1], flat3).load(T)
+            row2 = b2._reinterpret(gl.float32, [4, 16, 1], flat3).load(T)
+            left = gl.where(i == j, 1.0, z11_t * column1)
+            y_t = _product(gl.convert_layout(left, A), link_t, zero, SPLIT)
+            right = gl.where(i == j, 1.0, z22 * column2)
+            y = gl.convert_layout(gl.permute(y_t, (0, 2, 1)), B)
+            z21 = zero - _product(gl.convert_layout(right, A), y, zero, SPLIT)
+            upper = w % 2 == 0
+            _put(halves, 0, 0, gl.where(i == j, 1.0, z11 * gl.where(upper, row1, column1)), SPLIT)
+            _put(halves, 16, 0, z21 * gl.where(upper, row2, column1), SPLIT)
+            _put(halves, 16, 16, gl.where(i == j, 1.0, z22 * gl.where(upper, row2, column2)), SPLIT)
+            gl.thread_barrier()
+            _put_whole(inner, _last_merge(halves, 0, (0, 2, 1), links, 64, U, SPLIT), SPLIT)
+            h0 = block + 2 * pair
+            out = Z + (slot + h0 + w // 2) * 4096 + (w % 2) * 2080 + i * 64 + j
+            mine = h0 + w // 2 < GROUP
+            gl.store(out, to_fp16(z11), mask=mine)
+            gl.store(out + 16, to_fp16(zero), mask=mine)
+            gl.store(out + 1024, to_fp16(z21), mask=mine)
+            gl.store(out + 1040, to_fp16(z22), mask=mine)
+            zeros = gl.full([2, 32, 32], 0.0, gl.float16, OL)
+            ours = h0 + oh < GROUP
+            gl.store(Z + (slot + h0 + oh) * 4096 + oi * 64 + oj + 32, zeros, mask=ours)
+            gl.thread_barrier()
+            last = _last_merge(halves, 32, (0, 1, 2), inner, 32, U, SPLIT)
+            out = Z + (slot + h0 + uh) * 4096 + 2048 + ui * 64 + uj
+            gl.store(out, to_fp16(0.0 - last), mask=h0 + uh < GROUP)
+            gl.thread_barrier()
 
 
 @gluon.jit(do_not_specialize=["HV", "GROUP", "H"])
 def prepare_kernel(k, g, beta, G, Z, chunks, HV, GROUP, H, k_t, k_h):
     KL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    IN: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     NL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     T: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    P: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 1, 2], [1, 16, 8])
-    Q: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
-    IN: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
-    VL: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    OL: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    flat1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     flat2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    rows2: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-    rows3: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])
+    flat3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    flat4: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     pid = gl.program_id(0)
     c = pid // H
     hk = pid - c * H
     row = gl.load(chunks + 2 * c)
     size = gl.load(chunks + 2 * c + 1)
+    first = row.to(gl.int64) * HV + hk * GROUP
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, IN))[:, None]
     m = gl.arange(0, 4, layout=gl.SliceLayout(0, IN))[None, :]
-    at = (row + n).to(gl.int64) * HV + hk * GROUP + m
-    there = (n < size) & (m < GROUP)
-    gate = gl.load(g + at, mask=there, other=0.0)
-    b = gl.load(beta + at, mask=there, other=0.0)
+    top = gl.zeros([64, 4], gl.float32, IN)
+    for block in range(0, GROUP, 4):
+        there = (n < size) & (m < GROUP - block)
+        top = gl.maximum(top, gl.load(beta + (first + n * HV + block + m), mask=there, other=0.0))
 
-    # N of the q/k head: the diagonal tiles, and the links of the two merges as right operands.
+    # N of the q/k head; its diagonal tiles, and the links between them, for two heads.
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ks = gl.allocate_shared_memory(gl.bfloat16, [64, 128], tile)
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, KL))[:, None]
@@ -165,57 +269,32 @@ def prepare_kernel(k, g, beta, G, Z, chunks, HV, GROUP, H, k_t, k_h):
     N = warpgroup_mma_wait(0, [N])
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, NL))[:, None]
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, NL))[None, :]
-    tiles = gl.where(i // 16 == j // 16, N, 0.0)
-    tiles = gl.convert_layout(gl.sum(gl.reshape(tiles, [4, 16, 4, 16]), 2), T)
-    ti = gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(0, T)))[:, None][None, :, :]
-    tj = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, T)))[None, :][None, :, :]
-    norms = gl.allocate_shared_memory(gl.float32, [64], flat1)
-    norms._reinterpret(gl.float32, [4, 16], flat2).store(gl.sum(gl.where(ti == tj, tiles, 0.0), 2))
-    links = gl.where((i // 32 == j // 32) & (i // 16 > j // 16), N, 0.0)
-    links = gl.sum(gl.reshape(links, [4, 16, 4, 16]), 2)
-    halves = gl.allocate_shared_memory(gl.float32, [2, 32, 32], rows2)
-    ls = halves._reinterpret(gl.float32, [64, 32], rows2).slice(0, 16, 1)
-    ls.store(gl.reshape(links, [64, 16]))
-    lower = gl.sum(gl.reshape(gl.where((i >= 32) & (j < 32), N, 0.0), [64, 2, 32]), 1)
-    ns = gl.allocate_shared_memory(gl.float32, [64, 32], rows2)
-    ns.store(lower)
+    length = gl.max(gl.max(gl.where(i == j, N, 0.0), 1), 0)
+    split = length * gl.max(gl.max(top, 1), 0) > 1.02
+    diagonal = gl.sum(gl.reshape(gl.where(i // 16 == j // 16, N, 0.0), [4, 16, 4, 16]), 2)
+    diagonal = gl.permute(gl.reshape(diagonal, [2, 2, 16, 16]), (1, 0, 2, 3))
+    diagonal = gl.reshape(diagonal, [2, 1, 32, 16])
+    below = gl.where((i // 32 == j // 32) & (i // 16 > j // 16), N, 0.0)
+    below = gl.reshape(gl.sum(gl.reshape(below, [4, 16, 4, 16]), 2), [1, 2, 32, 16])
+    ds = gl.allocate_shared_memory(gl.float32, [8, 16, 16], flat3)
+    ls = gl.allocate_shared_memory(gl.float32, [4, 32, 16], flat3)
+    for h in gl.static_range(2):
+        ds._reinterpret(gl.float32, [2, 2, 32, 16], flat4).slice(h, 1, 1).store(diagonal)
+        ls._reinterpret(gl.float32, [2, 2, 32, 16], flat4).slice(h, 1, 0).store(below)
     gl.thread_barrier()
-    link64_t = ns.slice(32, 32, 0).permute((1, 0)).load(gl.DotOperandLayout(1, Q, 2))
-    pairs = halves._reinterpret(gl.float32, [2, 32, 32], rows3).slice(16, 16, 1).slice(0, 16, 2)
-    link32_t = pairs.permute((0, 2, 1)).load(gl.DotOperandLayout(1, P, 2))
+    tiles = ds.load(T)
+    link_t = ls.slice(16, 16, 1).permute((0, 2, 1)).load(gl.DotOperandLayout(1, T, 2))
 
-    work = gl.allocate_shared_memory(gl.float32, [32, 32], rows2)
-    z21 = gl.allocate_shared_memory(gl.float32, [32, 32], rows2)
+    halves = gl.allocate_shared_memory(gl.bfloat16, [2, 4, 32, 32], ROWS)
+    links = gl.allocate_shared_memory(gl.bfloat16, [2, 2, 64, 32], ROWS)
+    inner = gl.allocate_shared_memory(gl.bfloat16, [2, 2, 32, 32], ROWS)
     gs = gl.allocate_shared_memory(gl.float32, [4, 64], flat2)
-    bs = gl.allocate_shared_memory(gl.float32, [4, 64], flat1)
-    b2 = bs._reinterpret(gl.float32, [4, 64], flat2)
-    vh = gl.arange(0, 4, layout=gl.SliceLayout(1, VL))[:, None]
-    vn = gl.arange(0, 64, layout=gl.SliceLayout(0, VL))[None, :]
-    oi = gl.arange(0, 32, layout=gl.SliceLayout(1, OL))[:, None]
-    oj = gl.arange(0, 32, layout=gl.SliceLayout(0, OL))[None, :]
-    for block in range(0, GROUP, 4):
-        h0 = hk * GROUP + block
-        held = gl.minimum(GROUP - block, 4)
-        gs.permute((1, 0)).store(gate)
-        b2.permute((1, 0)).store(b)
-        gl.thread_barrier()
-        following = (n < size) & (m < GROUP - block - 4)
-        gate = gl.load(g + at + block + 4, mask=following, other=0.0)
-        b = gl.load(beta + at + block + 4, mask=following, other=0.0)
-        total = gl.associative_scan(gl.maximum(gs.load(VL), GATE_FLOOR), 1, _add)
-        slot = (c * HV + h0).to(gl.int64)
-        gl.store(G + (slot + vh) * 64 + vn, total, mask=vh < held)
-        for h in range(held):
-            if gl.max(bs.index(h).load(EACH) * norms.load(EACH), 0) > 1.02:
-                _invert(tiles, link32_t, link64_t, bs.index(h), halves, work, z21, T, P, Q, True)
-            else:
-                _invert(tiles, link32_t, link64_t, bs.index(h), halves, work, z21, T, P, Q, False)
-            out = Z + (slot + h) * 4096 + oi * 64 + oj
-            gl.store(out, to_fp16(halves.index(0).load(OL)))
-            gl.store(out + 32, gl.full([32, 32], 0.0, gl.float16, OL))
-            gl.store(out + 2048, to_fp16(z21.load(OL)))
-            gl.store(out + 2080, to_fp16(halves.index(1).load(OL)))
-            gl.thread_barrier()
+    bs = gl.allocate_shared_memory(gl.float32, [2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    slot = (c * HV + hk * GROUP).to(gl.int64)
+    if split:
+        _solve(N, tiles, link_t, g, beta, G, Z, bs, gs, halves, links, inner, first, size, slot, HV, GROUP, T, True)
+    else:
+        _solve(N, tiles, link_t, g, beta, G, Z, bs, gs, halves, links, inner, first, size, slot, HV, GROUP, T, False)
 
 
 _REGISTERS = 128

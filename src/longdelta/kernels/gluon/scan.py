@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longdelta.kernels.gluon.states import laid_out
+from longdelta.kernels.gluon.states import laid_out, state_pointers
 from longdelta.kernels.gluon.tables import tables_of
 from longdelta.kernels.gluon.tiles import LOG2E, flat, in_place, ragged, to_bf16
 from longdelta.kernels.stages import Tables
@@ -148,8 +148,6 @@ def _walk(
     CU: gl.constexpr = gl.SliceLayout(0, LU)
     PENDING: gl.constexpr = (1 if OUT else 0) + (2 if TAPES else 0) - 1
     gz = zs._reinterpret(gl.bfloat16, [STAGES, 64, 64], zs.layout)
-    vi = gl.arange(0, 64, layout=gl.SliceLayout(1, LS))[:, None] + COLUMN
-    ki = gl.arange(0, 128, layout=gl.SliceLayout(0, LS))[None, :]
     it = 0
     for t in range(gl.program_id(0), n_tasks, gl.num_programs(0)):
         seg = t // HV
@@ -160,20 +158,12 @@ def _walk(
         end = gl.load(tasks + seg * 8 + 3)
         enter = gl.load(tasks + seg * 8 + 4)
         S = gl.zeros([64, 128], gl.float32, LS)
-        v0 = vi + gl.load(tasks + seg * 8 + 6)
         if enter >= 0:
-            S = gl.load(border + (enter * HV + h).to(gl.int64) * 16384 + (ki * 128 + v0))
+            S = gl.load(state_pointers(border, enter * HV + h, COLUMN, False, LS))
         elif INITIAL:
-            S = gl.load(
-                initial
-                + (start * HV + h).to(gl.int64) * 16384
-                + (v0 * 128 + ki if V_FIRST else ki * 128 + v0)
-            )
+            S = gl.load(state_pointers(initial, start * HV + h, COLUMN, V_FIRST, LS))
         for c in range(first, first + n):
             s = it % STAGES
-            if OUT:
-                row = gl.load(chunks + 2 * c)
-                size = gl.load(chunks + 2 * c + 1)
             mbarrier.wait(full.index(s), (it // STAGES) & 1)
             k = ks.index(s)
             Sb = to_bf16(S)
@@ -223,6 +213,8 @@ def _walk(
                 gl.thread_barrier()
                 tma.async_copy_shared_to_global(ud, [(c * HV + h) * 64, COLUMN], tape)
             if OUT:
+                row = gl.load(chunks + 2 * c)
+                size = gl.load(chunks + 2 * c + 1)
                 done = warpgroup_mma_wait(0, [S, o2, x, y])
                 S = done[0]
                 o3 = done[1]
@@ -241,9 +233,7 @@ def _walk(
             it += 1
         if FINAL:
             if end >= 0:
-                v1 = vi + gl.load(tasks + seg * 8 + 7)
-                at = v1 * 128 + ki if V_FIRST else ki * 128 + v1
-                gl.store(final + (end * HV + h).to(gl.int64) * 16384 + at, S)
+                gl.store(state_pointers(final, end * HV + h, COLUMN, V_FIRST, LS), S)
     tma.store_wait(0)
 
 

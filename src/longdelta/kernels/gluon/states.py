@@ -1,9 +1,16 @@
-"""States as callers hand them over."""
+"""States in memory: as callers hand them over, and as a warp group reads and writes them.
+
+Note [Addresses]: a thread holds 64 elements of a state. Split into what depends on the thread and
+what depends on the element alone, their addresses are one register and 64 immediates; computed as
+they come, they are 64 registers that the compiler keeps across a whole walk, or spills.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 
 def laid_out(state: Tensor | None) -> tuple[Tensor | None, bool]:
@@ -15,3 +22,16 @@ def laid_out(state: Tensor | None) -> tuple[Tensor | None, bool]:
     if state.transpose(-1, -2).is_contiguous() and not state.is_contiguous():
         return state, True
     return state.contiguous(), False
+
+
+@gluon.jit
+def state_pointers(base, row, COLUMN: gl.constexpr, V_FIRST: gl.constexpr, L: gl.constexpr):
+    """Where [64 values from COLUMN on, 128 keys] of a state lie: Note [Addresses]."""
+    v = gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None]
+    k = gl.arange(0, 128, layout=gl.SliceLayout(0, L))[None, :]
+    base += row.to(gl.int64) * 16384
+    if V_FIRST:
+        pointers = base + (((v & 55) + COLUMN) * 128 + (k & 6)) + ((v & 8) * 128 + (k & 121))
+    else:
+        pointers = base + ((k & 6) * 128 + ((v & 55) + COLUMN)) + ((k & 121) * 128 + (v & 8))
+    return pointers

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longdelta.kernels.gluon.states import laid_out
+from longdelta.kernels.gluon.states import laid_out, state_pointers
 from longdelta.kernels.gluon.tables import tables_of
 from longdelta.kernels.gluon.tiles import LOG2E, flat, in_place, ragged, to_bf16
 from longdelta.kernels.stages import Tables
@@ -129,9 +129,7 @@ def _walk(states, tasks, walks, HV, smem, COLUMN: gl.constexpr, INITIAL: gl.cons
         S = gl.where((vi == ki) & (is_map != 0), 1.0, gl.zeros([64, 128], gl.float32, LS))
         if INITIAL:
             if start >= 0:
-                v0 = vi + gl.load(task + 6)
-                at = v0 * 128 + ki if V_FIRST else ki * 128 + v0
-                S = gl.load(initial + (start * HV + h).to(gl.int64) * 16384 + at)
+                S = gl.load(state_pointers(initial, start * HV + h, COLUMN, V_FIRST, LS))
         for _ in range(n):
             s = it % STAGES
             x = it % X_STAGES
@@ -156,12 +154,10 @@ def _walk(states, tasks, walks, HV, smem, COLUMN: gl.constexpr, INITIAL: gl.cons
             mbarrier.arrive(empty.index(s), count=1)
             mbarrier.arrive(x_free.index(x), count=1)
             it += 1
-        v1 = vi + gl.load(task + 7)
-        at = (target * HV + h).to(gl.int64) * 16384 + (ki * 128 + v1)
         if is_map == 0:
-            gl.store(border + at, S)
+            gl.store(state_pointers(border, target * HV + h, COLUMN, False, LS), S)
         else:
-            gl.store(transition + at, S)
+            gl.store(state_pointers(transition, target * HV + h, COLUMN, False, LS), S)
 
 
 @gluon.jit(do_not_specialize=["walks", "HV", "GROUP"])

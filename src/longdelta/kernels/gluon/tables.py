@@ -3,8 +3,6 @@
 chunks [chunks, 2]: (row, tokens). Tasks [., 8], longest first, so that the last programs to start are
 the short ones: scan's (first chunk, chunks, start, end, enter, ..), summarize's (first chunk,
 chunks, start, whether it is M, row of the result, ..). -1 stands for none.
-The last two columns are zero: an address that has one added is made anew for every task, where
-the compiler would otherwise keep 64 of them in registers throughout.
 """
 
 from __future__ import annotations

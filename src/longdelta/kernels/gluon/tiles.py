@@ -86,5 +86,5 @@ def flat(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def in_place(x: Tensor) -> Tensor:
     """x itself where the copy engine can read it: 16-byte rows and heads, unit last stride."""
     aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-    aligned = aligned and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+    aligned = aligned and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
     return x if aligned else x.contiguous()
