@@ -35,6 +35,23 @@ def test_readme_code_runs_as_printed() -> None:
         assert gradient.abs().max() > 0
 
 
+def test_the_guide_to_use_runs_as_printed() -> None:
+    scope: dict[str, Any] = {}
+    text = (ROOT / "docs" / "guides" / "use.md").read_text(encoding="utf-8")
+    for block in CODE.findall(text):
+        exec(compile(block, "use.md", "exec"), scope)
+    for argument in ("q", "k", "v", "a", "b", "A_log", "dt_bias"):
+        gradient = scope[argument].grad
+        assert torch.isfinite(gradient).all()
+        assert gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "src").rglob("*.py")), ids=name)
+def test_source_names_only_documents_that_exist(page: Path) -> None:
+    named = re.findall(r"docs/[\w./-]+\.md", page.read_text(encoding="utf-8"))
+    assert [each for each in named if not (ROOT / each).exists()] == []
+
+
 def test_readme_opens_with_the_two_commands() -> None:
     first = FENCED.findall((ROOT / "README.md").read_text(encoding="utf-8"))[0]
     assert [line.split("#")[0].strip() for line in first.splitlines()[1:3]] == [

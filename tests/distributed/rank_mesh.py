@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from longdelta.distributed import build_cp_context
 from longdelta.distributed.collectives import Group
+from longdelta.errors import InvalidInput
 from longdelta.testing.workloads import Cotangents, Results, Workload, evaluate
 
 
@@ -23,7 +24,9 @@ def on_mesh(_: Group, work: Workload, build: dict[str, Any]) -> tuple[int, Resul
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     replica = mesh.get_local_rank("dp")
     mine = replicas(work)[replica]
-    context = build_cp_context(mine.offsets, mesh.get_group("cp"), rows=mine.rows, **build)
+    # A mesh of one dimension stands for its group.
+    group = mesh["cp"] if build["layout"] == "zigzag" else mesh.get_group("cp")
+    context = build_cp_context(mine.offsets, group, rows=mine.rows, **build)
     assert context.ranks == 2
     assert context.rank == mesh.get_local_rank("cp")
     x, (do, d_state) = mine.inputs(torch.float32), mine.cotangents(torch.float32)
@@ -37,3 +40,13 @@ def on_mesh(_: Group, work: Workload, build: dict[str, Any]) -> tuple[int, Resul
     )
     cotangents = Cotangents(context.shard(do), d_state[list(context.ends)])
     return replica, evaluate(local, cotangents, cp_context=context)
+
+
+def whole_mesh(_: Group) -> str:
+    """What a mesh of two dimensions is told."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    try:
+        build_cp_context([0, 64], mesh)
+    except InvalidInput as error:
+        return str(error)
+    return "no error"

@@ -8,7 +8,7 @@ import torch
 from longdelta.testing.ranks import RankPool
 from longdelta.testing.workloads import Workload, assert_bitwise, evaluate
 
-from .rank_mesh import on_mesh, replicas
+from .rank_mesh import on_mesh, replicas, whole_mesh
 from .whole import plan_of, whole
 
 
@@ -25,3 +25,9 @@ def test_op_on_the_groups_of_a_mesh_has_one_devices_bits_per_replica(
         results = whole(plan, [found for _, found in answers[2 * replica : 2 * replica + 2]])
         single = evaluate(mine.inputs(torch.float32), mine.cotangents(torch.float32))
         assert_bitwise(results, single)
+
+
+def test_context_refuses_a_mesh_of_two_dimensions(pool: RankPool) -> None:
+    for message in pool.run(4, whole_mesh):
+        assert "a mesh of one dimension, got 2" in message
+        assert 'mesh.get_group("cp")' in message
