@@ -8,6 +8,7 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from longdelta.errors import InvalidInput, NotYet
@@ -100,7 +101,7 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
     deterministic: bool = True,
     save: str = "auto",
-    recompute: object | None = None,
+    recompute: RecomputeHandle | None = None,
     workspace: object | None = None,
     graph: str = "off",
     backend: str = "auto",
@@ -250,12 +251,15 @@ def gdn_backward(
     Source: Yang et al., arXiv:2412.06464; formulas in docs/math.md.
     """
     keep = "none" if saved is None else saved.save
+    if options.pop("save", keep) not in (keep, "auto") and saved is not None:
+        raise InvalidInput(f"save must be that of the saved set, {keep!r}, or left out")
     inputs = _inputs(q, k, v, g, beta, save=keep, **options)
     if saved is not None and saved.call != _call(inputs):
         raise InvalidInput(
             "saved must come from gdn_forward with the same shapes and options; it was made for "
             f"{saved.call}, this call is {_call(inputs)}. Pass saved=None to compute it again"
         )
+    _check_reverse_only(do, d_final_state)
     if do is not None:
         _require("do", do, v.shape, like=q)
     if d_final_state is not None:
@@ -300,7 +304,7 @@ def _inputs(
     dt_bias: Tensor | None = None,
     deterministic: bool = True,
     save: str = "auto",
-    recompute: object | None = None,
+    recompute: RecomputeHandle | None = None,
     workspace: object | None = None,
     graph: str = "off",
     backend: str = "auto",
@@ -320,8 +324,8 @@ def _inputs(
         A_log=A_log,
         dt_bias=dt_bias,
         initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
+        cu_seqlens=_saveable(cu_seqlens),
+        cu_seqlens_cpu=_saveable(cu_seqlens_cpu),
         context=context,
         recompute=_resolve_recompute(recompute, context),
         scale=_resolve_scale(scale, q),
@@ -339,6 +343,9 @@ def _inputs(
     _check_operands(inputs)
     rows = _check_context(inputs, cp_context)
     _check_states(inputs, rows[0])
+    _check_reverse_only(*differentiable)
+    if recompute is not None:
+        recompute.begin()
     return inputs._replace(final_rows=rows[1])
 
 
@@ -346,14 +353,13 @@ _OPTIONS = frozenset(inspect.signature(_inputs).parameters) - {"extra"}
 
 
 def _call(inputs: Inputs) -> tuple[object, ...]:
-    """What a saved set depends on besides the values of the tensors; boundaries by their hash, a
-    context by its handle."""
+    """What a saved set depends on besides the values of the tensors; a context by its handle."""
     offsets = inputs.cu_seqlens if inputs.cu_seqlens_cpu is None else inputs.cu_seqlens_cpu
     return (
         tuple(inputs.q.shape),
         tuple(inputs.v.shape),
         inputs.documents,
-        None if offsets is None else hash(host_offsets(offsets)),
+        host_offsets(offsets) if type(offsets) is Tensor else None,
         None if inputs.context is None else int(inputs.context[0]),
         str(inputs.q.dtype),
         str(inputs.q.device),
@@ -368,6 +374,15 @@ def _call(inputs: Inputs) -> tuple[object, ...]:
         inputs.save,
         inputs.backend,
     )
+
+
+def _saveable(offsets: Tensor | None) -> Tensor | None:
+    """A tensor made in inference mode cannot be saved for a backward; its copy can."""
+    if torch.compiler.is_compiling() or not isinstance(offsets, Tensor):
+        return offsets
+    if offsets.is_inference() and torch.is_grad_enabled():
+        return offsets.clone()
+    return offsets
 
 
 def _resolve_scale(scale: float | None, q: Tensor) -> float:
@@ -466,7 +481,6 @@ def _resolve_recompute(recompute: Any, context: Tensor | None) -> Tensor | None:
                 "recompute must be a longdelta.distributed.RecomputeHandle or None; got "
                 f"{type(recompute).__name__}"
             )
-        recompute.begin()
         return recompute.handle
     within = None if context is None else active()
     return None if within is None else within.handle
@@ -539,6 +553,16 @@ def _check_states(inputs: Inputs, rows: int) -> None:
         shape = _state_shape(inputs, rows)
         hint = f"; a state per document that starts here, state_v_first={inputs.state_v_first}"
         _require("initial_state", inputs.initial_state, shape, like=inputs.q, hint=hint)
+
+
+def _check_reverse_only(*tensors: Tensor | None) -> None:
+    """An operator with a backward alone would drop a forward-mode tangent without a word."""
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise InvalidInput(
+                "forward-mode differentiation (jvp, jacfwd, dual tensors) is not implemented; use "
+                "reverse mode (backward, grad, vjp)"
+            )
 
 
 def _check_flags(inputs: Inputs) -> None:

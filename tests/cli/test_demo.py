@@ -229,8 +229,16 @@ def test_default_text_of_an_installed_package_is_its_sources(
         ({"text": Path("no/such/file")}, "text must be a readable file, got no/such/file"),
         ({"text": Path(__file__).parent}, "text must be a readable file"),
         ({"device": "abacus"}, "device must be auto, cpu or cuda, got 'abacus'"),
+        ({"device": "meta"}, "device must be auto, cpu or cuda, got 'meta'"),
+        ({"device": "mps"}, "device must be auto, cpu or cuda, got 'mps'"),
+        ({"seed": 10**23}, r"seed must be from 0 to 2\*\*63 - 1, got 10{23}"),
+        ({"seed": -1}, r"seed must be from 0 to 2\*\*63 - 1, got -1"),
+        ({"threads": 999_999}, r"threads must be at most \d+, 4 for each core here, got 999999"),
+        ({"ranks": 1, "layout": "fragments"}, "layout must be one of .*, balanced, got 'fragm"),
+        ({"ranks": 10**9}, "ranks must be at least 1 and at most 64, got 10{9}"),
+        ({"plot": Path(__file__).parent}, r"plot must be a \.png"),
         ({"device": "cuda:99"}, "device must be present, got 'cuda:99'"),
-        ({"ranks": 0}, "ranks must be at least 1, got 0"),
+        ({"ranks": 0}, "ranks must be at least 1 and at most 64, got 0"),
         ({"ranks": 2, "layout": "spiral"}, "layout must be one of contiguous, .* got 'spiral'"),
         ({"ranks": 2, "align": "word"}, "align must be one of token, segment, got 'word'"),
         ({"plot": Path("loss.svg")}, r"plot must be a \.png .* got loss\.svg"),
@@ -242,6 +250,12 @@ def test_demo_names_the_option_at_fault(
 ) -> None:
     with pytest.raises(InvalidInput, match=message):
         run(replace(options, **change))
+
+
+def test_demo_refuses_a_folder_named_like_a_picture(options: DemoOptions, tmp_path: Path) -> None:
+    (tmp_path / "loss.png").mkdir()
+    with pytest.raises(InvalidInput, match=r"plot must be a \.png .* got .*loss\.png"):
+        run(replace(options, plot=tmp_path / "loss.png"))
 
 
 @pytest.mark.parametrize("text", [b"", b"a"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import longdelta
 from longdelta.cli import demo as demo_module
 from longdelta.cli.demo import Comparison, DemoOptions, DemoResult
 from longdelta.cli.main import app
@@ -66,6 +67,13 @@ def test_demo_command_trains_on_a_file(tmp_path: Path, monkeypatch: pytest.Monke
         (["demo", "--device", "abacus"], "device must be auto, cpu or cuda, got 'abacus'"),
         (["demo", "--steps", "0"], "--steps"),
         (["demo", "--threads", "-1"], "--threads"),
+        (["demo", "--device", "mps"], "device must be auto, cpu or cuda, got 'mps'"),
+        (["demo", "--seed", "1" + 23 * "0"], "seed must be from 0"),
+        (["demo", "--threads", "999999"], "threads must be at most"),
+        (["demo", "--plot", "."], "plot must be a .png"),
+        (["plan", "--lengths", "9" * 20], "lengths must be at most"),
+        (["plan", "--lengths", "9", "--draw", "no/such/plan.png"], "draw must be a .png"),
+        (["plan", "--lengths", "9", "--ranks", "513"], "--ranks"),
         (["no-such-command"], "no-such-command"),
     ],
 )
@@ -81,6 +89,10 @@ def test_plan_command_prints_a_layout() -> None:
     )
     assert code == 0, output
     assert "zigzag" in output
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert invoke("--version") == (0, f"longdelta {longdelta.__version__}")
 
 
 def test_module_lists_the_commands_without_loading_torch() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from matplotlib.axes import Axes
 from rich.console import Console
 
+from longdelta.cli import picture
+from longdelta.cli.options import document_lengths
 from longdelta.cli.plan import draw_plan, plan_command, print_plan
-from longdelta.plan import bytes_needed, partition
+from longdelta.plan import bytes_needed, cost, partition
 
 
 def _printed(console: Console) -> list[str]:
@@ -56,13 +60,73 @@ def test_plan_draws_ranks_and_crossings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"lengths": "12,x"}, "lengths must be integers with commas between, got '12,x'"),
-        ({"heads": "2"}, "heads must be two integers like 16,48, got '2'"),
-        ({"heads": "2,5"}, "num_v_heads must be a multiple of num_heads = 2"),
-        ({"layout": "spiral"}, "layout must be one of"),
+        ({"lengths": "12,x"}, "lengths must be tokens with commas between, .* got '12,x'"),
+        ({"lengths": "1x2x3"}, "lengths must be tokens with commas between, .* got '1x2x3'"),
+        ({"lengths": "-1"}, "lengths must be tokens with commas between, .* got '-1'"),
+        ({"lengths": "9" * 20}, f"at most 65,536 documents and {2**31:,} tokens in all"),
+        ({"lengths": f"{2**31},1"}, f"at most 65,536 documents and {2**31:,} tokens in all"),
+        ({"lengths": "65537x0"}, "lengths must be at most 65,536 documents"),
+        ({"lengths": "9" * 5000}, "lengths must be tokens .* got '9{40}[.]{3}9{10}'"),
+        (
+            {"lengths": "257x1", "ranks": 256, "layout": "zigzag_per_document"},
+            "lengths must be at most 256 documents for 256 ranks of zigzag_per_document, got 257",
+        ),
+        ({"heads": "2"}, "heads must be two integers like 16,48, .* got '2'"),
+        ({"heads": "2,5"}, "heads must be .* the second a multiple of the first, got '2,5'"),
+        ({"heads": "0,0"}, "heads must be two integers like 16,48, .* got '0,0'"),
+        ({"layout": "spiral"}, "layout must be one of .*, balanced, got 'spiral'"),
+        ({"layout": "fragments"}, "layout must be one of .*, balanced, got 'fragments'"),
+        ({"draw": Path("no/such/folder/plan.png")}, "draw must be .* folder that exists"),
+        ({"draw": Path("plan.svg")}, r"draw must be a \.png .* got plan\.svg"),
+        ({"draw": Path(__file__).parent}, r"draw must be a \.png"),
     ],
 )
-def test_plan_names_the_option_that_is_wrong(changed: dict[str, str], message: str) -> None:
+def test_plan_names_the_option_that_is_wrong_before_it_prints(
+    changed: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = {"lengths": "100", "ranks": 2, "layout": "contiguous", "align": "token", **changed}
     with pytest.raises(typer.BadParameter, match=message):
         plan_command(**{"heads": "2,6", "draw": None, **options})
+    assert capsys.readouterr().out == ""
+
+
+def test_lengths_may_count_equal_documents() -> None:
+    assert document_lengths("7, 3x4096,0,1x1") == [7, 4096, 4096, 4096, 0, 1]
+    assert document_lengths(f"{2**31}") == [2**31]
+
+
+def test_plan_counts_one_of_a_kind_in_the_singular_and_names_the_backend(console: Console) -> None:
+    print_plan(partition([0, 1], 1), 1, 1, console)
+    lines = _printed(console)
+    assert lines[0] == "contiguous, align=token: 1 document, 1 token on 1 rank"
+    assert any("(H, HV) = (1, 1), bfloat16, save=light, eager backend" in line for line in lines)
+
+
+def test_plan_of_many_tokens_or_fragments_walks_none_of_them(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("walked")
+
+    monkeypatch.setattr(cost, "walk", refused)
+    print_plan(partition([0, 2**31], 2), 2, 6, console)
+    # Half of 2^25 chunks, in segments of 32.
+    assert "0 1,073,741,824 16,777,216 524,288 0[0:1073741824)" in _printed(console)
+
+
+def test_plan_draws_no_more_arrows_than_can_be_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+    right = Axes.set_title
+    monkeypatch.setattr(
+        Axes, "set_title", lambda self, label, **rest: titles.append(label) or right(self, label)
+    )
+    arrows: list[object] = []
+    monkeypatch.setattr(Axes, "annotate", lambda *_, **__: arrows.append(None))
+    monkeypatch.setattr(picture, "ARROWS", 5)
+    draw_plan(partition([0, 900], 8), 2, 6, tmp_path / "many.png")
+    draw_plan(partition([0, 900], 2), 2, 6, tmp_path / "few.png")
+    assert len(arrows) == 5 + 1
+    assert "7 crossings (the first 5 drawn), 7 relay rounds" in titles[0]
+    assert "1 crossing, 1 relay round" in titles[1]

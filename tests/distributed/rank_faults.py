@@ -81,13 +81,13 @@ def after_destruction(group: Group, what: str) -> torch.Tensor:
 
 
 def let_go(group: Group) -> tuple[bool, bool, bool]:
-    """With the caller's reference gone: is the context alive before the backward, are the gradients
-    those of a caller who kept it, and is it gone with the graph?"""
+    """With the caller's reference gone: is what the op needs of the context alive before the
+    backward, are the gradients those of a caller who kept it, and is it gone with the graph?"""
     context: CPContext | None = build_cp_context(WORK.offsets, group)
     assert context is not None
     operands = [x.requires_grad_() for x in _operands(context)]
     kept = torch.autograd.grad(_op(context, operands).sum(), operands)
-    o, watched = _op(context, operands), weakref.ref(context)
+    o, watched = _op(context, operands), weakref.ref(context._parts)
     context = None
     gc.collect()
     alive = watched() is not None

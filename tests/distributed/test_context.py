@@ -8,7 +8,7 @@ import torch
 import longdelta
 from longdelta.distributed import build_cp_context
 from longdelta.errors import InvalidInput
-from longdelta.testing.ranks import RankPool
+from longdelta.testing.ranks import Failure, RankPool
 from longdelta.testing.workloads import Workload, assert_bitwise, evaluate
 
 from .rank_context import compiled, default_group, facts, saved_of_another, without_autograd
@@ -64,6 +64,32 @@ def test_context_shards_to_its_device() -> None:
     context = build_cp_context([0, 4], device="meta")
     assert context.shard(torch.zeros(1, 4, 2)).device.type == "meta"
     assert build_cp_context([0, 4]).shard(torch.zeros(1, 4, 2)).device.type == "cpu"
+
+
+@pytest.mark.parametrize("device", ["foo", 1.5])
+def test_context_refuses_a_device_that_is_none_on_every_rank(
+    pool: RankPool, device: object
+) -> None:
+    for found in pool.outcomes(2, facts, [0, 4], {"device": device}):
+        assert isinstance(found, Failure)
+        assert found.kind == "InvalidInput"
+        assert f"device must be one of torch or None, got {device!r}" in found.message
+
+
+@pytest.mark.parametrize("size", [0, 4.0, "4"])
+def test_context_refuses_a_kernel_size_that_is_no_size(size: object) -> None:
+    with pytest.raises(InvalidInput, match=f"conv1d_kernel_size must be .*, got {size!r}"):
+        build_cp_context([0, 4], conv1d_kernel_size=size)
+
+
+def test_context_names_what_convert_cannot_use() -> None:
+    context = build_cp_context([0, 4])
+    with pytest.raises(InvalidInput, match="other must come from build_cp_context, got NoneType"):
+        context.convert(torch.zeros(1, 4), None)
+    with pytest.raises(InvalidInput, match="x must be a tensor, got NoneType"):
+        context.shard(None)
+    with pytest.raises(InvalidInput, match=r"x must have 4 rows along dim 2; got \[1, 4\]"):
+        context.unshard(torch.zeros(1, 4), dim=2)
 
 
 def test_op_names_the_rows_that_a_rank_must_hand_over() -> None:

@@ -128,9 +128,10 @@ def test_conv_of_a_batch_of_short_rows_has_the_gradients_of_its_final_state() ->
     assert torch.equal(dx, cotangent[:, :, 1:].mT)
 
 
+@pytest.mark.parametrize("D", [16, 32, 37])  # vectors, and what is left over
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_conv_of_a_document_has_the_same_bits_alone_and_packed(dtype: torch.dtype) -> None:
-    problem = make_problem(PACKINGS["three_documents"], D=32, dtype=dtype)
+def test_conv_of_a_document_has_the_same_bits_alone_and_packed(dtype: torch.dtype, D: int) -> None:
+    problem = make_problem(PACKINGS["three_documents"], D=D, dtype=dtype)
     packed = causal_conv1d(
         problem.x, problem.weight, activation="silu", cu_seqlens=problem.cu_seqlens
     )

@@ -160,15 +160,23 @@ def test_layer_gate_starts_within_its_ranges_and_log_uniform() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"num_heads": 0}, "num_heads must be an integer of at least 1, got 0"),
         ({"num_v_heads": 3}, "num_v_heads must be a multiple of num_heads=2, got 3"),
-        ({"head_dim": -1}, "head_dim must be at least 1, got -1"),
-        ({"conv_size": 0}, "conv_size must be at least 1, got 0"),
+        ({"head_dim": -1}, "head_dim must be an integer of at least 1, got -1"),
+        ({"head_v_dim": 6.0}, "head_v_dim must be an integer of at least 1, got 6.0"),
+        ({"num_heads": "2"}, "num_heads must be an integer of at least 1, got '2'"),
+        ({"conv_size": 0}, "conv_size must be an integer of at least 1, got 0"),
     ],
 )
-def test_layer_refuses_sizes_that_do_not_fit(change: dict[str, int], message: str) -> None:
+def test_layer_refuses_sizes_that_do_not_fit(change: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         make_layer(**change)
+
+
+@pytest.mark.parametrize("state", [torch.zeros(2, 4), (1, 2), (torch.zeros(1),), "S"], ids=repr)
+def test_layer_names_the_initial_state_that_is_no_layer_state(state: object) -> None:
+    with pytest.raises(InvalidInput, match="initial_state must be a LayerState of two tensors"):
+        make_layer(torch.float32)(torch.zeros(1, 5, HIDDEN), initial_state=state)
 
 
 def test_layer_names_the_argument_at_fault() -> None:

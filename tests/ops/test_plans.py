@@ -1,5 +1,6 @@
 """Boundaries from tensors to tables: which tensors are read, when, and how often."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +14,8 @@ WORK = NAMED["mild"]
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Counts copies of a boundary tensor to the host."""
+    """Counts copies of a boundary tensor to the host, with the CPU in the place of a device."""
+    monkeypatch.setattr(plans, "READ_EVERY_TIME", frozenset())
     counted = []
     original = torch.Tensor.tolist
 
@@ -95,6 +97,16 @@ def test_boundaries_changed_in_place_are_read_again(reads):
     assert not torch.equal(before.o, after.o)
 
 
+def test_boundaries_that_share_memory_with_an_array_are_read_again():
+    array = np.array(WORK.offsets)
+    shared = torch.from_numpy(array)
+    before = run(shared)
+    array[:] = [0, 30, 37, 140, 160, 200]
+    after = run(shared)
+    assert_bitwise(after, run(torch.tensor([0, 30, 37, 140, 160, 200])))
+    assert not torch.equal(before.o, after.o)
+
+
 def test_a_device_tensor_is_not_read_where_the_host_copy_is_given(reads):
     host = torch.tensor(WORK.offsets)
     run(host)
@@ -122,7 +134,7 @@ def test_equal_boundaries_in_another_tensor_share_their_tables():
 
 def test_a_boundary_tensor_that_is_gone_is_forgotten():
     cu_seqlens = torch.tensor([0, 7])
-    assert plans.host_offsets(cu_seqlens) == (0, 7)
+    assert plans.remembered_offsets(cu_seqlens) == (0, 7)
     key = id(cu_seqlens)
     assert key in plans._read
     del cu_seqlens

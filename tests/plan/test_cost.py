@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from longdelta.errors import InvalidInput
-from longdelta.plan import Bytes, Partition, bytes_needed, chains, crossings, rank_walk
+from longdelta.plan import (
+    Bytes,
+    Partition,
+    bytes_needed,
+    chains,
+    cost,
+    crossings,
+    partition,
+    rank_walk,
+)
+from longdelta.plan.cost import rank_counts
 from longdelta.plan.tensors import SAVE_MODES, Counts, capacity
 
 from .strategies import partitions
@@ -76,6 +88,7 @@ def test_saved_capacity_holds_every_walk_of_a_rank(
 ) -> None:
     for rank in range(plan.ranks):
         counts = Counts.of(rank_walk(plan, rank, heads, deterministic))
+        assert rank_counts(plan, rank, heads, deterministic) == counts
         held = len(plan.fragments[rank])
         most = capacity(plan.local_rows(rank), held, heads, edges=plan.edges(rank))
         assert counts.chunks <= most.chunks
@@ -100,6 +113,22 @@ def test_one_device_sends_nothing_and_saves_by_mode(save: str) -> None:
     )
 
 
+def test_exchanges_are_planned_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[str] = []
+    for name in ("summaries", "relay_rounds", "halo"):
+        right = getattr(cost, name)
+
+        def counted(*args: object, name: str = name, right: Any = right, **options: object) -> Any:
+            planned.append(name)
+            return right(*args, **options)
+
+        monkeypatch.setattr(cost, name, counted)
+    plan = partition([0, 1000, 1234], 8, "zigzag")
+    for rank in range(8):
+        cost.rank_bytes(plan, rank, cost.Heads(1, 2), conv1d_kernel_size=4)
+    assert sorted(planned) == ["halo", "relay_rounds", "relay_rounds", "summaries", "summaries"]
+
+
 def test_a_batch_without_boundaries_is_its_equal_documents() -> None:
     need = bytes_needed([0, 512, 1024], num_heads=2, num_v_heads=2, save="none")
     inverse, gates = 16 * 2 * 64 * 64 * 4, 16 * 2 * 64 * 4
@@ -110,7 +139,19 @@ def test_a_batch_without_boundaries_is_its_equal_documents() -> None:
     ("arguments", "message"),
     [
         ({"num_v_heads": 3, "num_heads": 2}, "num_v_heads must be a multiple of num_heads = 2"),
-        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"num_heads": 0}, "num_heads must be an integer of at least 1, got 0"),
+        ({"num_heads": "1"}, "num_heads must be an integer of at least 1, got '1'"),
+        ({"num_v_heads": True}, "num_v_heads must be an integer of at least 1, got True"),
+        ({"head_k_dim": 1.5}, "head_k_dim must be an integer of at least 1, got 1.5"),
+        ({"head_v_dim": None}, "head_v_dim must be an integer of at least 1, got None"),
+        ({"conv_channels": -7}, "conv_channels must be an integer of at least 1, got -7"),
+        ({"conv1d_kernel_size": 4.0}, "conv1d_kernel_size must be an integer .* got 4.0"),
+        ({"conv1d_kernel_size": 0}, "conv1d_kernel_size must be an integer .* got 0"),
+        ({"deterministic": "no"}, "deterministic must be True or False, got 'no'"),
+        ({"ranks": "2"}, "ranks must be an integer of at least 1, got '2'"),
+        ({"rank": 0.5}, "rank must be an integer of at least 0, got 0.5"),
+        ({"rank": -1}, "rank must be an integer of at least 0, got -1"),
+        ({"backend": "abacus"}, "backend must be one of eager, gluon, got 'abacus'"),
         ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
         ({"save": "all"}, "save must be one of none, light, full, got 'all'"),
         ({"rank": 2, "ranks": 2}, r"rank must be in \[0, 2\), got 2"),

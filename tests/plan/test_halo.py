@@ -63,5 +63,6 @@ def test_halo_copies_its_own_rows_when_they_lie_on_the_same_rank() -> None:
 
 
 def test_halo_refuses_a_kernel_of_no_rows() -> None:
-    with pytest.raises(InvalidInput, match="kernel_size must be at least 1, got 0"):
-        halo(partition([0, 4], 2), 0)
+    for size in (0, 1.5, True):
+        with pytest.raises(InvalidInput, match=f"kernel_size must be an integer .* got {size}"):
+            halo(partition([0, 4], 2), size)

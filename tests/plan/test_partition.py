@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,6 +151,53 @@ def test_from_json_refuses_fragments_that_leave_a_gap() -> None:
         Partition.from_json(text)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("", "", "text must be what to_json wrote, got no JSON"),
+        (None, "{}", r"text must be what to_json wrote, with \['align', .* got \[\]"),
+        (None, "[]", "text must be what to_json wrote, .* got list"),
+        (None, "[" * 100_000, "text must be what to_json wrote, got no JSON"),
+        (
+            '"rows":6',
+            '"rows":5',
+            r"rows must be an integer of at least cu_seqlens\[-1\] = 6, got 5",
+        ),
+        ('"rows":6', '"rows":NaN', "rows must be an integer .* got nan"),
+        ('"cu_seqlens":[0', '"cu_seqlens":[1', "cu_seqlens must be integers that start at 0"),
+        ('"cu_seqlens":[0,6]', '"cu_seqlens":null', "cu_seqlens must be integers .* got None"),
+        ("contiguous", "spiral", "layout must be one of"),
+        ('"align":"token"', '"align":1', "align must be one of token, segment, got 1"),
+        ('"align":"token"', '"align":"segment"', "must start on a segment border"),
+        ('"num_v_heads":null', '"num_v_heads":0', "num_v_heads must be an integer of at least 1"),
+        ("[[[0,0,3]],[[0,3,3]]]", "[]", r"fragments must hold one list per rank, got \[\]"),
+        ("[0,0,3]", "[0,0,3.5]", r"fragments\[0\]\[0\] must be \(document, offset, length\)"),
+        ("[[0,0,3]]", "3", r"fragments\[0\] must be a list of triples, got 3"),
+        ("[0,0,3]", "[0,0,1],[0,1,2]", "fragments in another order"),
+    ],
+)
+def test_from_json_refuses_what_partition_would(old: str | None, new: str, message: str) -> None:
+    text = partition([0, 6], 2).to_json()
+    assert not old or old in text
+    with pytest.raises(InvalidInput, match=message):
+        Partition.from_json(text.replace(old, new) if old else new)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+def test_partition_takes_arrays_tensors_and_their_numbers(kind: torch.dtype) -> None:
+    expected = partition([0, 4, 9], 2, num_v_heads=2, rows=10)
+    bounds = torch.tensor([0, 4, 9, 2, 10], dtype=kind)
+    for numbers in (bounds, bounds.numpy()):
+        options = {"num_v_heads": numbers[3], "rows": numbers[4]}
+        for given_bounds in (numbers[:3], list(numbers[:3]), numbers[:3].tolist()):
+            plan = partition(given_bounds, numbers[3], **options)
+            assert plan == expected
+            assert plan.digest() == expected.digest()
+    pieces = [[(0, 0, 4)], [(1, 0, 5)]]
+    explicit = partition([0, 4, 9], 2, "fragments", fragments=pieces)
+    assert partition([0, 4, 9], 2, "fragments", fragments=torch.tensor(pieces)) == explicit
+
+
 def test_printed_partition_names_what_each_rank_holds() -> None:
     lines = str(partition([0, 6, 6, 10], 3, rows=12)).splitlines()
     assert lines[0] == "contiguous partition, 3 ranks, align=token, 3 documents, 10 tokens, 12 rows"
@@ -177,6 +225,10 @@ def test_short_documents_spread_over_ranks_when_zigzag_may_not_cut_them(
         ([[(0, 0, 10)], [(0, 10, 0)]], r"fragments\[1\]\[0\] = \(0, 10, 0\) must be a non-empty"),
         ([[(0, 0, 10)], [(1, 0, 1)]], r"fragments\[1\]\[0\] = \(1, 0, 1\): document must be"),
         ([[(0, 0, 5)], []], r"of the 10 tokens of document 0 they hold 5"),
+        (5, r"one list per rank \(2\), got 5"),
+        ([None, []], r"fragments\[0\] must be a list of triples, got None"),
+        ([[7], []], r"fragments\[0\]\[0\] must be \(document, offset, length\), got 7"),
+        ([[(0, 0, 1.5)], []], r"fragments\[0\]\[0\] must be .* got \(0, 0, 1.5\)"),
         ([[(0, 0)], []], r"fragments\[0\]\[0\] must be \(document, offset, length\), got \(0, 0\)"),
     ],
 )
@@ -202,13 +254,26 @@ def test_partition_refuses_explicit_cuts_off_a_border_with_align_segment() -> No
         ({"cu_seqlens": []}, "cu_seqlens must be integers that start at 0"),
         ({"cu_seqlens": [0, 4.0]}, "cu_seqlens must be integers that start at 0"),
         ({"cu_seqlens": [0, 4, 3]}, "got 4 then 3 at position 2"),
-        ({"ranks": 0}, "ranks must be a positive integer, got 0"),
+        ({"ranks": 0}, "ranks must be an integer of at least 1, got 0"),
         ({"layout": "spiral"}, "layout must be one of contiguous, .*, got 'spiral'"),
         ({"layout": "fragments"}, "got layout='fragments' without fragments"),
         ({"fragments": [[(0, 0, 4)], []]}, "got layout='contiguous' with fragments"),
         ({"align": "chunk"}, "align must be one of token, segment, got 'chunk'"),
-        ({"num_v_heads": 0}, "num_v_heads must be a positive integer or None, got 0"),
-        ({"rows": 3}, r"rows must be at least cu_seqlens\[-1\] = 4, got 3"),
+        ({"num_v_heads": 0}, "num_v_heads must be an integer of at least 1, got 0"),
+        ({"rows": 3}, r"rows must be an integer of at least cu_seqlens\[-1\] = 4, got 3"),
+        ({"rows": 4.5}, "rows must be an integer .* got 4.5"),
+        ({"rows": float("nan")}, "rows must be an integer .* got nan"),
+        ({"rows": True}, "rows must be an integer .* got True"),
+        ({"rows": "x"}, "rows must be an integer .* got 'x'"),
+        ({"cu_seqlens": 5}, "cu_seqlens must be integers that start at 0, got 5"),
+        ({"cu_seqlens": None}, "cu_seqlens must be integers that start at 0, got None"),
+        ({"cu_seqlens": [0, True]}, "cu_seqlens must be integers that start at 0"),
+        ({"cu_seqlens": torch.tensor([0.0, 4.0])}, "cu_seqlens must be integers that start at 0"),
+        ({"cu_seqlens": torch.tensor([[0, 4]])}, "cu_seqlens must be integers that start at 0"),
+        ({"cu_seqlens": torch.tensor(4)}, "cu_seqlens must be integers that start at 0"),
+        ({"cu_seqlens": torch.zeros(2, device="meta")}, "cu_seqlens must be integers that start"),
+        ({"ranks": 2.0}, "ranks must be an integer of at least 1, got 2.0"),
+        ({"num_v_heads": "2"}, "num_v_heads must be an integer of at least 1, got '2'"),
     ],
 )
 def test_partition_names_the_argument_that_is_wrong(arguments: dict, message: str) -> None:

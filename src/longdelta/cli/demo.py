@@ -7,8 +7,8 @@ trained model's own q, k, v and gates are compared with the float64 reference.
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import os
 import random
 import time
 from collections import Counter
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import longdelta
 from longdelta import reference
 from longdelta.cli.model import V_HEADS, Batch, Block, ByteModel
+from longdelta.cli.options import check_layout, check_picture
 from longdelta.cli.spread import SpreadCheck, SpreadStep, Step, default_ranks, step_alone
 from longdelta.distributed.collectives import Group, place_in
 from longdelta.errors import InvalidInput
@@ -40,6 +41,7 @@ SHORTEST, LONGEST = 8, 512
 """Tokens of a packed document; lengths are log-uniform between them."""
 PEAK_RATE, WARM_UP = 4e-3, 0.1
 SAMPLE_BYTES, TEMPERATURE = 100, 0.7
+THREADS_PER_CORE, MOST_RANKS = 4, 64
 LONGEST_RUN_S, LONGEST_MESSAGE_S = 86400.0, 300.0
 CHECKED_LENGTHS = (37, 1, 90)
 """Documents of the gradient comparison: within a chunk, a single token, across two chunks."""
@@ -112,7 +114,8 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     console = console or Console()
     device = _device(options.device)
     if options.plot is not None:
-        _check_plot(options.plot)
+        check_picture("plot", options.plot)
+    _check_seed_and_threads(options)
     read_text(options.text)
     ranks, why = default_ranks(device)
     if options.ranks is not None:
@@ -180,7 +183,10 @@ def read_text(path: Path | None) -> tuple[str, bytes]:
     if path is not None:
         if not path.is_file():
             raise InvalidInput(f"text must be a readable file, got {path}; check the path")
-        text = path.read_bytes()
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise InvalidInput(f"text must be a readable file, got {path}: {error}") from None
         if len(text) < 2:
             raise InvalidInput(
                 f"text must hold at least 2 bytes, got {len(text)} in {path}; pass a longer file"
@@ -358,8 +364,11 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        known = device.type in ("cpu", "cuda")
     except RuntimeError:
-        raise InvalidInput(f"device must be auto, cpu or cuda, got {name!r}; choose one") from None
+        known = False
+    if not known:
+        raise InvalidInput(f"device must be auto, cpu or cuda, got {name!r}; choose one")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InvalidInput(
             f"device must be present, got {name!r} of {torch.cuda.device_count()}; "
@@ -370,21 +379,26 @@ def _device(name: str) -> torch.device:
 
 def _check_ranks(ranks: int, options: DemoOptions, device: torch.device) -> None:
     """Raises where the processes could not start, or could not share a step."""
-    if ranks < 1:
-        raise InvalidInput(f"ranks must be at least 1, got {ranks}")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise InvalidInput(f"ranks must be at least 1 and at most {MOST_RANKS}, got {ranks}")
     if device.type == "cuda" and ranks > max(1, torch.cuda.device_count()):
         raise InvalidInput(
             f"ranks must be at most the {torch.cuda.device_count()} GPUs here, got {ranks}; "
             "pass --device cpu"
         )
+    check_layout(options.layout)
     partition([0], ranks, options.layout, align=options.align)
 
 
-def _check_plot(path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidInput("plot must be left out without matplotlib; install it to draw the curve")
-    if path.suffix != ".png" or not path.absolute().parent.is_dir():
-        raise InvalidInput(f"plot must be a .png in a folder that exists, got {path}; change it")
+def _check_seed_and_threads(options: DemoOptions) -> None:
+    if not 0 <= options.seed < 2**63:
+        raise InvalidInput(f"seed must be from 0 to 2**63 - 1, got {options.seed}; choose another")
+    cores = os.cpu_count() or 1
+    if options.threads > THREADS_PER_CORE * cores:
+        raise InvalidInput(
+            f"threads must be at most {THREADS_PER_CORE * cores}, "
+            f"{THREADS_PER_CORE} for each core here, got {options.threads}; leave it out for one"
+        )
 
 
 def _plot(result: DemoResult, path: Path) -> None:

@@ -7,17 +7,35 @@ from typing import Annotated
 
 import typer
 
+from longdelta import __version__
 from longdelta.cli.bench import bench_app
 from longdelta.cli.plan import plan_command
 from longdelta.errors import InvalidInput
 
 app = typer.Typer(
-    help="Training kernels for Gated DeltaNet layers over packed documents.",
     no_args_is_help=True,
     add_completion=False,
 )
 app.command("plan")(plan_command)
 app.add_typer(bench_app, name="bench")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"longdelta {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Training kernels for Gated DeltaNet layers over packed documents."""
 
 
 @app.command()

@@ -6,13 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longdelta.plan.chains import crossings, relay_rounds
-from longdelta.plan.cost import Bytes, bytes_needed
+from longdelta.plan.cost import Bytes, rank_bytes
+from longdelta.plan.flops import Heads
 from longdelta.plan.partition import Partition
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+BACKEND = "eager"
+"""Whose bytes are told: the backend that runs on every device."""
+ARROWS = 500
+"""Crossings that are drawn; more would hide each other."""
 COLOURS = (
     "#8fb8de", "#f4b183", "#a9d18e", "#e39aa4", "#c3a6d8",
     "#d9c27e", "#7fcdbb", "#f2a6c9", "#b9b9b9", "#9fd0e6",
@@ -37,20 +42,9 @@ def draw_plan(plan: Partition, H: int, HV: int, path: Path) -> None:
 
 def needs(plan: Partition, H: int, HV: int, rank: int, deterministic: bool) -> Bytes:
     """Bytes of one rank for bfloat16 layers of 128 columns a head with a convolution of 4 rows."""
-    return bytes_needed(
-        plan.cu_seqlens,
-        num_heads=H,
-        num_v_heads=HV,
-        ranks=plan.ranks,
-        rank=rank,
-        layout="fragments",
-        fragments=[
-            [(piece.document, piece.offset, piece.length) for piece in pieces]
-            for pieces in plan.fragments
-        ],
-        rows=plan.rows,
-        deterministic=deterministic,
-        conv1d_kernel_size=4,
+    heads = Heads(H, HV)
+    return rank_bytes(
+        plan, rank, heads, backend=BACKEND, deterministic=deterministic, conv1d_kernel_size=4
     )
 
 
@@ -98,33 +92,33 @@ def crossing_offsets(plan: Partition) -> dict[tuple[int, int], int]:
 
 def _draw_rows(axes: Axes, plan: Partition) -> None:
     total = max(plan.cu_seqlens[-1], 1)
-    strips = [
-        (-1, document, 0, plan.document_tokens(document)) for document in range(plan.documents)
-    ]
-    strips += [
-        (rank, piece.document, piece.offset, piece.length)
-        for rank, pieces in enumerate(plan.fragments)
-        for piece in pieces
-    ]
-    for row in range(plan.ranks):
-        axes.barh(row, total, height=0.62, color="#f3f3f3", edgecolor="none", zorder=1)
-    for row, document, offset, length in strips:
-        if not length:
-            continue
-        edge = 0.8 if length > total * 0.01 else 0.0
-        start = plan.cu_seqlens[document] + offset
-        colour = COLOURS[document % len(COLOURS)]
-        axes.barh(
-            row, length, left=start, height=0.62, color=colour, edgecolor="white", lw=edge, zorder=2
+    whole = [(document, 0, plan.document_tokens(document)) for document in range(plan.documents)]
+    rows = [(-1, whole)]
+    for rank, pieces in enumerate(plan.fragments):
+        rows.append((rank, [(piece.document, piece.offset, piece.length) for piece in pieces]))
+        axes.barh(rank, total, height=0.62, color="#f3f3f3", edgecolor="none", zorder=1)
+    for row, strips in rows:
+        filled = [
+            (d, plan.cu_seqlens[d] + offset, length) for d, offset, length in strips if length
+        ]
+        axes.broken_barh(
+            [(start, length) for _, start, length in filled],
+            (row - 0.31, 0.62),
+            facecolors=[COLOURS[document % len(COLOURS)] for document, _, _ in filled],
+            edgecolors="white",
+            linewidths=[0.8 if length > total * 0.01 else 0.0 for _, _, length in filled],
+            zorder=2,
         )
-        if length > total * 0.045:
-            text = f"{document}" if row < 0 else f"{length:,}"
-            axes.text(start + length / 2, row, text, ha="center", va="center", size=8, zorder=4)
+        for document, start, length in filled:
+            if length > total * 0.045:
+                text = f"{document}" if row < 0 else f"{length:,}"
+                middle = start + length / 2
+                axes.text(middle, row, text, ha="center", va="center", size=8, zorder=4)
 
 
 def _draw_arrows(axes: Axes, plan: Partition) -> None:
     offsets = crossing_offsets(plan)
-    for hop in crossings(plan):
+    for hop in crossings(plan)[:ARROWS]:
         at = plan.cu_seqlens[hop.document] + offsets[hop.document, hop.position]
         down = 1 if hop.target > hop.source else -1
         axes.annotate(
@@ -157,10 +151,11 @@ def _label(figure: Figure, axes: Axes, plan: Partition, H: int, HV: int) -> None
         axes.spines[side].set_visible(False)
     relay = [needs(plan, H, HV, rank, True) for rank in range(plan.ranks)]
     fast = [needs(plan, H, HV, rank, False) for rank in range(plan.ranks)]
+    crossed = len(crossings(plan))
+    drawn = f" (the first {ARROWS} drawn)" if crossed > ARROWS else ""
     axes.set_title(
-        f"{plan.layout} on {plan.ranks} ranks, align={plan.align}: "
-        f"{counted(len(crossings(plan)), 'crossing')}, "
-        f"{counted(len(relay_rounds(plan)), 'relay round')}",
+        f"{plan.layout} on {counted(plan.ranks, 'rank')}, align={plan.align}: "
+        f"{counted(crossed, 'crossing')}{drawn}, {counted(len(relay_rounds(plan)), 'relay round')}",
         loc="left",
         size=11,
     )
@@ -168,7 +163,7 @@ def _label(figure: Figure, axes: Axes, plan: Partition, H: int, HV: int) -> None
     figure.supxlabel(
         f"Sent by all ranks in one forward of a layer, (H, HV) = ({H}, {HV}): {size(sent[0])} by "
         f"the relay, {size(sent[1])} by summaries, conv halo included. "
-        f"Saved per rank (light): up to {size(max(needed.saved for needed in relay))}.",
+        f"Saved per rank (light, {BACKEND}): up to {size(max(needed.saved for needed in relay))}.",
         size=8,
         color="#444444",
     )

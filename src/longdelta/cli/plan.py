@@ -10,19 +10,25 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longdelta.cli.picture import counted, crossing_offsets, draw_plan, needs, size
+from longdelta.cli.options import check_layout, check_picture, document_lengths, two_heads
+from longdelta.cli.picture import BACKEND, counted, crossing_offsets, draw_plan, needs, size
 from longdelta.errors import InvalidInput
 from longdelta.plan.chains import relay_rounds
-from longdelta.plan.cost import Bytes, rank_walk
+from longdelta.plan.cost import Bytes, rank_counts, rank_segments
 from longdelta.plan.partition import Partition, partition
 
 SHOWN = 24
 """Crossings, and fragments of a rank, that are printed before the rest is counted."""
+MOST_RANKS = 512
+MOST_PIECES = 2**16
+"""Documents times ranks, in the layout that cuts each document for every rank."""
 
 
 def plan_command(
-    lengths: Annotated[str, typer.Option(help="Tokens of each document: 2049,3001,3142.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Devices that share the batch.")] = 2,
+    lengths: Annotated[str, typer.Option(help="Tokens of each document: 2049,3001 or 64x4096.")],
+    ranks: Annotated[
+        int, typer.Option(min=1, max=MOST_RANKS, help="Devices that share the batch.")
+    ] = 2,
     layout: Annotated[
         str, typer.Option(help="contiguous, zigzag, zigzag_per_document or balanced.")
     ] = "contiguous",
@@ -36,13 +42,17 @@ def plan_command(
 ) -> None:
     """Print who holds which tokens, which states cross between ranks, and the bytes."""
     try:
-        tokens = _integers("lengths", lengths)
-        given_heads = _integers("heads", heads)
-        if len(given_heads) != 2:
-            raise InvalidInput(f"heads must be two integers like 16,48, got {heads!r}")
-        H, HV = given_heads
-        cu_seqlens = [0, *accumulate(tokens)]
-        plan = partition(cu_seqlens, ranks, layout, align=align, num_v_heads=HV)
+        tokens = document_lengths(lengths)
+        H, HV = two_heads(heads)
+        check_layout(layout)
+        if draw is not None:
+            check_picture("draw", draw)
+        if layout == "zigzag_per_document" and len(tokens) * ranks > MOST_PIECES:
+            raise InvalidInput(
+                f"lengths must be at most {MOST_PIECES // ranks:,} documents for {ranks} ranks of "
+                f"zigzag_per_document, got {len(tokens):,}; use fewer, or another layout"
+            )
+        plan = partition([0, *accumulate(tokens)], ranks, layout, align=align, num_v_heads=HV)
         print_plan(plan, H, HV)
         if draw is not None:
             draw_plan(plan, H, HV, draw)
@@ -60,17 +70,10 @@ def print_plan(plan: Partition, H: int, HV: int, console: Console | None = None)
     console.print(_verdict(plan, HV))
 
 
-def _integers(name: str, text: str) -> list[int]:
-    parts = text.replace(" ", "").split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise InvalidInput(f"{name} must be integers with commas between, got {text!r}")
-    return [int(part) for part in parts]
-
-
 def _held_table(plan: Partition, HV: int) -> Table:
     table = Table(
-        title=f"{plan.layout}, align={plan.align}: {plan.documents} documents, "
-        f"{plan.cu_seqlens[-1]:,} tokens on {plan.ranks} ranks",
+        title=f"{plan.layout}, align={plan.align}: {counted(plan.documents, 'document')}, "
+        f"{counted(plan.cu_seqlens[-1], 'token')} on {counted(plan.ranks, 'rank')}",
         title_justify="left",
     )
     for name in ("rank", "tokens", "chunks", "segments"):
@@ -81,16 +84,16 @@ def _held_table(plan: Partition, HV: int) -> Table:
             f"{piece.document}\\[{piece.offset}:{piece.stop})"
             if piece.length < plan.document_tokens(piece.document)
             else f"{piece.document}"
-            for piece in pieces
+            for piece in pieces[:SHOWN]
         ]
-        more = f" and {len(held) - SHOWN} more" if len(held) > SHOWN else ""
-        tables = rank_walk(plan, rank, HV)
+        more = f" and {len(pieces) - SHOWN} more" if len(pieces) > SHOWN else ""
+        segments = sum(count for _, count in rank_segments(plan, rank, HV))
         table.add_row(
             str(rank),
             f"{plan.tokens(rank):,}",
-            f"{tables.chunks:,}",
-            f"{len(tables.segments):,}",
-            ", ".join(held[:SHOWN]) + more or "-",
+            f"{rank_counts(plan, rank, HV).chunks:,}",
+            f"{segments:,}",
+            ", ".join(held) + more or "-",
         )
     return table
 
@@ -126,7 +129,7 @@ def _crossing_table(plan: Partition) -> Table:
 
 def _bytes_table(plan: Partition, H: int, HV: int) -> Table:
     table = Table(
-        title=f"bytes of one layer, (H, HV) = ({H}, {HV}), bfloat16, save=light",
+        title=f"bytes of one layer, (H, HV) = ({H}, {HV}), bfloat16, save=light, {BACKEND} backend",
         title_justify="left",
     )
     for name in ("rank", "saved", "workspace\nforward", "workspace\nbackward"):

@@ -20,12 +20,56 @@ from longdelta.kernels.stages import Tables
 from longdelta.ops.boundary import Boundary, Segments
 from longdelta.ops.handles import handle_of
 from longdelta.plan.chains import summaries
-from longdelta.plan.checks import is_int
+from longdelta.plan.checks import checked_int, is_int
 from longdelta.plan.conversion import conversion
 from longdelta.plan.cost import rank_walk
 from longdelta.plan.halo import Halo, halo
 from longdelta.plan.partition import Partition, partition
 from longdelta.plan.relay import gather, relay
+
+
+class _Parts:
+    """What the op needs of a context, by layer shape; the context's handle owns it, and it does not
+    know the context."""
+
+    def __init__(self, held: Partition, group: Group | None, rank: int, tag: int) -> None:
+        self.partition, self.group, self.rank, self.tag = held, group, rank, tag
+        self._built: dict[tuple[int, bool, torch.device], tuple[Tables, Boundary]] = {}
+
+    def check_alive(self) -> None:
+        place = collectives.place_in(self.group)
+        if place != (self.rank, self.partition.ranks):
+            raise InvalidInput(
+                f"cp_context needs a process group of {self.partition.ranks} ranks in which this "
+                f"is rank {self.rank}; here it is rank {place[0]} of {place[1]}; build it again"
+            )
+
+    def parts(self, HV: int, deterministic: bool, device: torch.device) -> tuple[Tables, Boundary]:
+        self.check_alive()
+        key = (HV, deterministic, device)
+        if key not in self._built:
+            self._built[key] = self._build(HV, deterministic, device)
+        return self._built[key]
+
+    def _build(self, HV: int, deterministic: bool, device: torch.device) -> tuple[Tables, Boundary]:
+        walk = rank_walk(self.partition, self.rank, HV, deterministic)
+        if self.group is None or self.partition.ranks == 1:
+            return Tables(walk, device), Segments()
+        if deterministic and not self.partition.keeps_contract(HV):
+            _say_once(
+                "a cut of this context does not lie on a segment border, so deterministic=True "
+                "gives equal bits from run to run for this partition, not one device's bits; "
+                f'align="segment" (num_v_heads={HV}) gives those'
+            )
+        plan = summaries(self.partition)
+        held = (self.partition, self.rank, walk)
+        if deterministic or plan.state_only:
+            boundary: Boundary = RelayBoundary(
+                self.group, self.tag, relay(*held), relay(*held, backward=True)
+            )
+        else:
+            boundary = GatherBoundary(self.group, gather(*held), gather(*held, backward=True))
+        return Tables(walk, device), boundary
 
 
 class CPContext:
@@ -55,21 +99,24 @@ class CPContext:
         self.rank, self.ranks = collectives.place_in(group)
         self.device = None if device is None else torch.device(device)
         self.conv1d_kernel_size = conv1d_kernel_size
-        self.cu_seqlens = torch.tensor(held.local_cu_seqlens(self.rank), dtype=torch.int64)
+        with torch.inference_mode(False):
+            bounds = held.local_cu_seqlens(self.rank)
+            self.cu_seqlens = torch.tensor(bounds, dtype=torch.int64, device="cpu")
         self.starts = held.starts(self.rank)
         self.ends = held.ends(self.rank)
         self.rows = held.local_rows(self.rank)
         self.tag = int(held.digest()[:7], 16) * 4
-        self._parts: dict[tuple[int, bool, torch.device], tuple[Tables, Boundary]] = {}
         self._halo = lru_cache(maxsize=4)(lambda size: halo(held, size))
         self._bounds: dict[torch.device, Tensor] = {}
-        self.handle = handle_of(self, entries=1 + held.edges(self.rank))
+        self._parts = _Parts(held, group, self.rank, self.tag)
+        self.handle = handle_of(self._parts, entries=1 + held.edges(self.rank))
         self.check_alive()
 
     def cu_seqlens_on(self, device: torch.device) -> Tensor:
         """`cu_seqlens` on a device; copied once."""
         if device not in self._bounds:
-            self._bounds[device] = self.cu_seqlens.to(device)
+            with torch.inference_mode(False):
+                self._bounds[device] = self.cu_seqlens.to(device)
         return self._bounds[device]
 
     def keeps_contract(self, num_v_heads: int | None = None) -> bool:
@@ -81,40 +128,11 @@ class CPContext:
 
     def check_alive(self) -> None:
         """Raises unless the group still lives and is the one this context was built for."""
-        place = collectives.place_in(self.group)
-        if place != (self.rank, self.partition.ranks):
-            raise InvalidInput(
-                f"cp_context needs a process group of {self.partition.ranks} ranks in which this "
-                f"is rank {self.rank}; here it is rank {place[0]} of {place[1]}; build it again"
-            )
+        self._parts.check_alive()
 
     def parts(self, HV: int, deterministic: bool, device: torch.device) -> tuple[Tables, Boundary]:
         """Tables of this rank and how states cross its borders, built once per layer shape."""
-        self.check_alive()
-        key = (HV, deterministic, device)
-        if key not in self._parts:
-            self._parts[key] = self._build(HV, deterministic, device)
-        return self._parts[key]
-
-    def _build(self, HV: int, deterministic: bool, device: torch.device) -> tuple[Tables, Boundary]:
-        walk = rank_walk(self.partition, self.rank, HV, deterministic)
-        if self.group is None or self.ranks == 1:
-            return Tables(walk, device), Segments()
-        if deterministic and not self.keeps_contract(HV):
-            _say_once(
-                "a cut of this context does not lie on a segment border, so deterministic=True "
-                "gives equal bits from run to run for this partition, not one device's bits; "
-                f'align="segment" (num_v_heads={HV}) gives those'
-            )
-        plan = summaries(self.partition)
-        held = (self.partition, self.rank, walk)
-        if deterministic or plan.state_only:
-            boundary: Boundary = RelayBoundary(
-                self.group, self.tag, relay(*held), relay(*held, backward=True)
-            )
-        else:
-            boundary = GatherBoundary(self.group, gather(*held), gather(*held, backward=True))
-        return Tables(walk, device), boundary
+        return self._parts.parts(HV, deterministic, device)
 
     def halo(self, kernel_size: int) -> Halo:
         """Rows that a convolution of this kernel size exchanges."""
@@ -149,6 +167,10 @@ class CPContext:
     def convert(self, x: Tensor, other: CPContext, dim: int = 1) -> Tensor:
         """This context's rows as the rows that `other` holds of the same batch. Differentiable."""
         self._check_rows("convert", x, dim, self.rows)
+        if not isinstance(other, CPContext):
+            raise InvalidInput(
+                f"convert: other must come from build_cp_context, got {type(other).__name__}"
+            )
         self.check_alive()
         other.check_alive()
         if collectives.members(self.group) != collectives.members(other.group):
@@ -163,7 +185,9 @@ class CPContext:
         return moved(x, dim, (moves, back), (other.rows, self.rows), self.group, self.tag + 2)
 
     def _check_rows(self, what: str, x: Tensor, dim: int, rows: int) -> None:
-        if x.shape[dim] != rows:
+        if not isinstance(x, Tensor):
+            raise InvalidInput(f"{what}: x must be a tensor, got {type(x).__name__}")
+        if not (is_int(dim) and -x.dim() <= dim < x.dim()) or x.shape[dim] != rows:
             raise InvalidInput(
                 f"{what}: x must have {rows} rows along dim {dim}; got {list(x.shape)}"
             )
@@ -250,17 +274,23 @@ def _planned(
 ) -> Partition | InvalidInput:
     """The plan, or what is wrong with the arguments: every rank must reach the agreement."""
     try:
-        torch.device("cpu" if device is None else device)
-        if not (conv1d_kernel_size is None or is_int(conv1d_kernel_size)):
-            raise InvalidInput(
-                f"conv1d_kernel_size must be an integer or None, got {conv1d_kernel_size!r}"
-            )
-        bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-        return partition(bounds, ranks, **options)
+        _check_device(device)
+        if conv1d_kernel_size is not None:
+            checked_int("conv1d_kernel_size", conv1d_kernel_size, least=1)
+        return partition(cu_seqlens, ranks, **options)
     except InvalidInput as error:
         return error
     except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:
         return InvalidInput(f"build_cp_context: {error}")
+
+
+def _check_device(device: torch.device | str | None) -> None:
+    try:
+        torch.device("cpu" if device is None else device)
+    except (TypeError, RuntimeError) as error:
+        raise InvalidInput(
+            f"device must be one of torch or None, got {device!r}: {error}"
+        ) from None
 
 
 @lru_cache(maxsize=64)

@@ -22,6 +22,12 @@ Chains = tuple[tuple[int, ...], ...]
 """Runs of segment indices, each entering where the one before it left."""
 
 
+def _on_cpu(numbers: Sequence[object]) -> Tensor:
+    """Indices, whatever the default device and mode are; a copy to a device is then complete."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
 @dataclass(frozen=True, eq=False)
 class Pairs:
     """Positions in a list of tasks, and the row that each of them reads or writes elsewhere."""
@@ -32,7 +38,7 @@ class Pairs:
     @classmethod
     def of(cls, rows: Sequence[int], device: torch.device) -> Pairs:
         held = [(position, row) for position, row in enumerate(rows) if row >= 0]
-        both = torch.tensor(held, dtype=torch.int64).reshape(-1, 2).to(device)
+        both = _on_cpu(held).reshape(-1, 2).to(device)
         return cls(both[:, 0].contiguous(), both[:, 1].contiguous())
 
 
@@ -52,8 +58,8 @@ class Tasks:
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device) -> Tasks:
         segments = sorted(segments, key=lambda segment: -segment.chunks)
-        first = torch.tensor([s.first_chunk for s in segments], dtype=torch.int64)
-        chunks = torch.tensor([s.chunks for s in segments], dtype=torch.int64)
+        first = _on_cpu([s.first_chunk for s in segments])
+        chunks = _on_cpu([s.chunks for s in segments])
         return cls(
             chunks=tuple(s.chunks for s in segments),
             first=first.to(device),
@@ -81,10 +87,10 @@ class Tables:
 
     @cached_property
     def _chunk(self) -> tuple[Tensor, Tensor]:
-        both = torch.tensor([self.walk.chunk_row, self.walk.chunk_length], dtype=torch.int64)
-        row, length = both.reshape(2, -1, 1).to(self.device)
-        position = torch.arange(CHUNK, device=self.device)
-        return torch.where(position < length, row + position, 0), position < length
+        row, length = _on_cpu([self.walk.chunk_row, self.walk.chunk_length]).reshape(2, -1, 1)
+        position = torch.arange(CHUNK, device="cpu")
+        mask = position < length
+        return torch.where(mask, row + position, 0).to(self.device), mask.to(self.device)
 
     @property
     def chunk_rows(self) -> Tensor:
@@ -100,10 +106,10 @@ class Tables:
     def row_slot(self) -> Tensor:
         """[used rows] place of each row among the chunks x C slots."""
         slots = [
-            torch.arange(length) + chunk * CHUNK
+            torch.arange(length, device="cpu") + chunk * CHUNK
             for chunk, length in enumerate(self.walk.chunk_length)
         ]
-        return (torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)).to(self.device)
+        return (torch.cat(slots) if slots else _on_cpu([])).to(self.device)
 
     def blocks(self, stage: str, size: int) -> tuple[Tasks, ...]:
         """The segments that a stage walks, in blocks of at most `size`, longest first."""
@@ -121,7 +127,7 @@ class Tables:
             steps = []
             for step in range(max(map(len, chains), default=0)):
                 held = [self.walk.segments[chain[step]] for chain in chains if len(chain) > step]
-                rows = torch.tensor([(s.map, s.enter, s.leave) for s in held]).T
+                rows = _on_cpu([(s.map, s.enter, s.leave) for s in held]).T
                 steps.append(rows.contiguous().to(self.device))
             self._folds[chains] = tuple(steps)
         return self._folds[chains]

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longdelta.distributed.context import CPContext
@@ -82,6 +81,8 @@ def causal_conv1d(
         )
     cu_seqlens = cu_seqlens_cpu if cu_seqlens is None else cu_seqlens
     N = _check_documents(x, cu_seqlens, cu_seqlens_cpu)
+    if cu_seqlens_cpu is not None and cu_seqlens is not None and cu_seqlens.device.type == "cpu":
+        cu_seqlens = cu_seqlens_cpu  # the one that was checked
     _check_state(x, weight, N, initial_state)
     state_dtype = x.dtype if initial_state is None else _wider(x.dtype, initial_state.dtype)
     compute = _wider(_wider(state_dtype, weight.dtype), torch.float32)
@@ -93,7 +94,7 @@ def causal_conv1d(
         history_NWD = initial_state.to(compute).mT
     convolve = _one_document_a_row if cu_seqlens is None else _packed_documents
     y, last_NWD = convolve(rows_BTD, history_NWD, weight.to(compute), bias, cu_seqlens)
-    y = F.silu(y) if activation == "silu" else y
+    y = _silu(y) if activation == "silu" else y
     return ConvOutput(
         y.to(x.dtype).view(x.shape),
         last_NWD.mT.to(state_dtype).contiguous() if output_final_state else None,
@@ -172,6 +173,12 @@ def _across_ranks(
         output_final_state=output_final_state,
     )
     return ConvOutput(y, None if last is None else document_ends(last, cp_context))
+
+
+def _silu(y: Tensor) -> Tensor:
+    """F.silu rounds the last few entries of a tensor otherwise than the rest; this does not. The
+    clamp keeps the gradient finite; below it the result is zero to every digit."""
+    return y / (1 + torch.exp(-y.clamp_min(-80.0)))
 
 
 def _taps(extended_BTD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -267,14 +274,16 @@ def _check_documents(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tenso
             continue
         if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
             raise InvalidInput(f"{name} must be [N + 1] int32 or int64, got {_came(tensor)}")
-        if len(tensor) != max(1, len(cu_seqlens)) or tensor.device not in devices:
+        if tensor.shape[0] != max(1, cu_seqlens.shape[0]) or tensor.device not in devices:
             raise InvalidInput(
                 f"{name} must hold N + 1 offsets on {devices[0]}, got {_came(tensor)}; "
                 "use [0] for no document"
             )
-    if not torch.compiler.is_compiling():
-        check_offsets(host_offsets(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu), T)
-    return len(cu_seqlens) - 1
+    bounds = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    # A traced or fake tensor has no content to check.
+    if not torch.compiler.is_compiling() and type(bounds) is Tensor and not bounds.is_meta:
+        check_offsets(host_offsets(bounds), T)
+    return cu_seqlens.shape[0] - 1
 
 
 def _check_kind(name: str, tensor: Tensor | None, x: Tensor) -> None:

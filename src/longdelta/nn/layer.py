@@ -14,6 +14,7 @@ from longdelta.api import chunk_gated_delta_rule
 from longdelta.distributed.context import CPContext
 from longdelta.errors import InvalidInput
 from longdelta.nn.conv import ShortConvolution
+from longdelta.plan.checks import checked_int
 
 
 class LayerState(NamedTuple):
@@ -68,7 +69,8 @@ class GatedDeltaNet(nn.Module):
         allow_neg_eigval: beta in (0, 2) instead of (0, 1).
         norm_eps: added to the mean square in the norm of o.
     Raises:
-        InvalidInput (a ValueError): a size is below 1, or num_v_heads no multiple of num_heads.
+        InvalidInput (a ValueError): a size is no integer of at least 1, or num_v_heads no
+            multiple of num_heads.
     Source: Yang et al., arXiv:2412.06464; the gate starts as in Dao and Gu, arXiv:2405.21060.
     """
 
@@ -104,7 +106,8 @@ class GatedDeltaNet(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The gate anew (projections and convolution have their own): draw e^{A_log} uniform in (0.01, 16), softplus(dt_bias) log-uniform in (1e-3, 0.1)."""
+        """The gate anew (projections and convolution have their own): e^{A_log} is drawn uniform in
+        (0.01, 16) and softplus(dt_bias) log-uniform in (1e-3, 0.1)."""
         self.A_log.uniform_(0.01, 16).log_()
         dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
@@ -135,7 +138,7 @@ class GatedDeltaNet(nn.Module):
             NotYet: as ``causal_conv1d``.
         Source: as the class.
         """
-        conv_state, S_in = (None, None) if initial_state is None else initial_state
+        conv_state, S_in = _checked_state(initial_state)
         places = (cu_seqlens, cu_seqlens_cpu)
         operands = self.operands(x, *places, conv_state, output_final_state, cp_context)
         o, final_S = self.mix(operands, *places, S_in, output_final_state, cp_context)
@@ -235,6 +238,18 @@ class GatedDeltaNet(nn.Module):
         return f"H={self.H}, HV={self.HV}, K={self.K}, V={self.V}"
 
 
+def _checked_state(state: LayerState | None) -> tuple[Tensor | None, Tensor | None]:
+    """Its two tensors, or None twice. A tensor of two rows would unpack as well."""
+    if state is None:
+        return None, None
+    if isinstance(state, tuple) and len(state) == 2 and all(isinstance(x, Tensor) for x in state):
+        return state
+    raise InvalidInput(
+        "initial_state must be a LayerState of two tensors, conv and S, or None, "
+        f"got {type(state).__name__}; pass the final_state of an earlier call"
+    )
+
+
 def _check_sizes(hidden_size: int, H: int, HV: int, K: int, V: int, W: int) -> None:
     sizes: dict[str, Any] = {
         "hidden_size": hidden_size,
@@ -245,8 +260,7 @@ def _check_sizes(hidden_size: int, H: int, HV: int, K: int, V: int, W: int) -> N
         "conv_size": W,
     }
     for name, size in sizes.items():
-        if size < 1:
-            raise InvalidInput(f"{name} must be at least 1, got {size}; pass a positive size")
+        checked_int(name, size, least=1)
     if HV % H:
         raise InvalidInput(
             f"num_v_heads must be a multiple of num_heads={H}, got {HV}; "

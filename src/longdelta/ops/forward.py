@@ -10,7 +10,7 @@ from torch import Tensor
 from longdelta.kernels.stages import Backend, Tables
 from longdelta.ops.activate import Activated, Activation, activate
 from longdelta.ops.boundary import Boundary
-from longdelta.ops.recompute import RecomputeHandle
+from longdelta.ops.recompute import Record
 from longdelta.ops.saved import Sizes
 from longdelta.plan.tensors import FORWARD, KEPT, Counts
 
@@ -92,7 +92,7 @@ def forward(
     saved: Tensor,
     o: Tensor,
     final_state: Tensor | None,
-    recompute: RecomputeHandle | None = None,
+    recompute: Record | None = None,
 ) -> None:
     """Writes o, final_state (where asked) and the saved set.
 
@@ -107,12 +107,13 @@ def forward(
     if recompute is None:
         enter_borders(x, operands, machine, held)
     else:
+        decisive = (x.k, operands.v, x.g, x.beta, operands.initial_state)
 
         def entered() -> tuple[Tensor, ...]:
             enter_borders(x, operands, machine, held)
             return held["S_border"], held["M"]
 
-        for name, kept in zip(("S_border", "M"), recompute.once(entered), strict=True):
+        for name, kept in zip(("S_border", "M"), recompute.once(entered, *decisive), strict=True):
             held[name].copy_(kept)
     machine.backend.scan(
         x.q,

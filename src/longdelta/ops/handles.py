@@ -1,8 +1,9 @@
-"""Objects that travel through an operator as a 0-d tensor.
+"""Objects that travel through an operator as a small tensor.
 
 An operator's schema takes tensors. A handle is an int64 CPU tensor whose entries name an object in
-a weak table: a compiled graph does not specialise on it, and an object that is gone is an error, not
-a wrong answer. The tensor owns the object, so that what an autograd graph saves keeps it alive.
+a weak table: a compiled graph does not specialise on it, and an object that is gone is an error,
+not a wrong answer. The tensor owns the object, so that what an autograd graph saves keeps it alive;
+the object must not own the tensor, or only the garbage collector would free the two.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def handle_of(thing: object, entries: int = 1) -> Tensor:
     """
     number = next(_next)
     _held[number] = thing
-    handle = torch.full([entries], number, dtype=torch.int64)
+    with torch.inference_mode(False):
+        handle = torch.full([entries], number, dtype=torch.int64, device="cpu")
     handle.owner = thing  # type: ignore[attr-defined]
     return handle
 

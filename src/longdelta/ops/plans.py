@@ -1,8 +1,9 @@
 """From offsets to tables: the plan of a call is a pure function of the content of cu_seqlens.
 
 Note [Offsets]: a device cu_seqlens is copied to the host once per content, known by the tensor's
-identity and version, so that layers that share it, and the backward, read it from here; a tensor
-changed in place is read again.
+identity, version and address, so that layers that share it, and the backward, read it from here; a
+tensor changed in place is read again (a write through `.data` has no version and is not seen). A
+CPU tensor costs nothing to read, may share memory with anything, and is read every time.
 """
 
 from __future__ import annotations
@@ -18,24 +19,33 @@ from longdelta.errors import InvalidInput
 from longdelta.kernels.stages import Tables
 from longdelta.plan.chunks import walk
 
-_read: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
+READ_EVERY_TIME = frozenset({"cpu"})
+"""Devices whose tensors are on the host already: Note [Offsets]."""
+
+_read: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], tuple[int, ...]]] = {}
 
 
 def host_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
     """The boundaries as integers: Note [Offsets]."""
-    if cu_seqlens.is_inference():
+    if cu_seqlens.device.type in READ_EVERY_TIME or cu_seqlens.is_inference():
         return tuple(cu_seqlens.tolist())
-    key = id(cu_seqlens)
+    return remembered_offsets(cu_seqlens)
+
+
+def remembered_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """The boundaries of a device tensor, copied once per content."""
+    key, mark = id(cu_seqlens), (cu_seqlens._version, cu_seqlens.data_ptr())
     known = _read.get(key)
-    if known is not None and known[0]() is cu_seqlens and known[1] == cu_seqlens._version:
+    if known is not None and known[0]() is cu_seqlens and known[1] == mark:
         return known[2]
     offsets = tuple(cu_seqlens.tolist())
     reference = weakref.ref(cu_seqlens, lambda _: _read.pop(key, None))
-    _read[key] = (reference, cu_seqlens._version, offsets)
+    _read[key] = (reference, mark, offsets)
     return offsets
 
 
-@lru_cache(maxsize=256)
+# A packing of 262,144 tokens holds some 5 MB on its device: enough for the packings in flight.
+@lru_cache(maxsize=32)
 def _tables(
     offsets: tuple[int, ...], rows: int, HV: int, deterministic: bool, device: torch.device
 ) -> Tables:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
 
 from longdelta.errors import InvalidInput
 from longdelta.plan.chunks import Fragment
@@ -12,34 +14,57 @@ LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document", "balanced", "fragments
 ALIGNS = ("token", "segment")
 
 
-def checked_bounds(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
+@runtime_checkable
+class SupportsTolist(Protocol):
+    """A tensor or an array."""
+
+    def tolist(self) -> list[int]:
+        """The numbers."""
+
+
+Integers = Sequence[int] | SupportsTolist
+
+
+def checked_bounds(cu_seqlens: Integers) -> tuple[int, ...]:
     """The boundaries as a tuple of integers from 0 that never decrease."""
-    bounds = tuple(cu_seqlens)
-    if not bounds or not all(is_int(bound) for bound in bounds) or bounds[0] != 0:
+    given = _listed(cu_seqlens)
+    bounds = [] if given is None else [_integer(bound) for bound in given]
+    if not bounds or bounds[0] != 0 or None in bounds:
+        shown = repr(cu_seqlens) if given is None else given[:3]
         raise InvalidInput(
-            f"cu_seqlens must be integers that start at 0, got {list(bounds[:3])}; "
-            "use [0] for no document"
+            f"cu_seqlens must be integers that start at 0, got {shown}; use [0] for no document"
         )
-    for at, (before, bound) in enumerate(pairwise(bounds)):
+    found = tuple(bound for bound in bounds if bound is not None)
+    for at, (before, bound) in enumerate(pairwise(found)):
         if bound < before:
             raise InvalidInput(
                 f"cu_seqlens must never decrease, got {before} then {bound} at position {at + 1}"
             )
-    return bounds
+    return found
 
 
-def check_options(
-    ranks: int, layout: str, align: str, num_v_heads: int | None, has_fragments: bool
-) -> None:
-    """Raises if an option of `partition` is out of its range."""
-    if not is_int(ranks) or ranks < 1:
-        raise InvalidInput(f"ranks must be a positive integer, got {ranks!r}")
+def checked_rows(rows: int | None, tokens: int) -> int:
+    """Packed rows, at least the tokens of the documents."""
+    found = tokens if rows is None else _integer(rows)
+    if found is None or found < tokens:
+        raise InvalidInput(
+            f"rows must be an integer of at least cu_seqlens[-1] = {tokens}, got {rows!r}; "
+            "count every packed row"
+        )
+    return found
+
+
+def checked_heads(num_v_heads: int | None) -> int | None:
+    """Value heads, where they are given."""
+    return None if num_v_heads is None else checked_int("num_v_heads", num_v_heads, least=1)
+
+
+def check_options(layout: str, align: str, has_fragments: bool) -> None:
+    """Raises if an option of `partition` is none of its names."""
     if layout not in LAYOUTS:
         raise InvalidInput(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if align not in ALIGNS:
         raise InvalidInput(f"align must be one of {', '.join(ALIGNS)}, got {align!r}")
-    if num_v_heads is not None and (not is_int(num_v_heads) or num_v_heads < 1):
-        raise InvalidInput(f"num_v_heads must be a positive integer or None, got {num_v_heads!r}")
     if (layout == "fragments") != has_fragments:
         raise InvalidInput(
             f'fragments must be given with layout="fragments" and only then, got layout={layout!r} '
@@ -51,20 +76,30 @@ def given_pieces(
     bounds: tuple[int, ...], ranks: int, fragments: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[Fragment]]:
     """Explicit (document, offset, length) triples as fragments, once they cover every token."""
-    if len(fragments) != ranks:
+    listed = _listed(fragments)
+    if listed is None or len(listed) != ranks:
         raise InvalidInput(
-            f"fragments must hold one list per rank ({ranks}), got {len(fragments)}; "
+            f"fragments must hold one list per rank ({ranks}), "
+            f"got {fragments if listed is None else len(listed)!r}; "
             "give an empty list to a rank without tokens"
         )
-    pieces: list[list[Fragment]] = []
-    for rank, triples in enumerate(fragments):
-        for at, triple in enumerate(triples):
-            if len(triple) != 3 or not all(is_int(number) for number in triple):
-                raise InvalidInput(
-                    f"fragments[{rank}][{at}] must be (document, offset, length), got {triple!r}"
-                )
-        pieces.append([Fragment(*triple) for triple in triples])
+    pieces = [_pieces_of(rank, triples) for rank, triples in enumerate(listed)]
     check_cover(bounds, pieces)
+    return pieces
+
+
+def _pieces_of(rank: int, triples: object) -> list[Fragment]:
+    held = _listed(triples)
+    if held is None:
+        raise InvalidInput(f"fragments[{rank}] must be a list of triples, got {triples!r}")
+    pieces = []
+    for at, triple in enumerate(held):
+        numbers = [_integer(number) for number in _listed(triple) or ()]
+        if len(numbers) != 3 or None in numbers:
+            raise InvalidInput(
+                f"fragments[{rank}][{at}] must be (document, offset, length), got {triple!r}"
+            )
+        pieces.append(Fragment(*(number for number in numbers if number is not None)))
     return pieces
 
 
@@ -104,5 +139,34 @@ def check_cover(bounds: Sequence[int], pieces: Sequence[Sequence[Fragment]]) -> 
 
 
 def is_int(value: object) -> bool:
-    """An integer that is not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """An integer, numpy's and torch's included, that is not a bool."""
+    return _integer(value) is not None
+
+
+def checked_int(name: str, value: object, least: int) -> int:
+    """The value as an integer of at least `least`.
+
+    >>> checked_int("ranks", 2, least=1)
+    2
+    """
+    found = _integer(value)
+    if found is None or found < least:
+        raise InvalidInput(f"{name} must be an integer of at least {least}, got {value!r}")
+    return found
+
+
+def _integer(value: object) -> int | None:
+    """The value as an int; None for a bool, a float and whatever else is no integer."""
+    try:
+        found = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return None if isinstance(found, bool) or isinstance(value, bool) else int(found)
+
+
+def _listed(values: Any) -> list[Any] | None:
+    """What a sequence, an array or a tensor holds; None where it is none of these."""
+    try:
+        return list(values.tolist() if isinstance(values, SupportsTolist) else values)
+    except (TypeError, RuntimeError):  # a meta tensor raises the latter
+        return None

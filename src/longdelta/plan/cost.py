@@ -7,28 +7,22 @@ Note [Bytes on the wire]: `sent` is what a rank hands to a collective for others
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import lru_cache
 
 from longdelta.errors import InvalidInput
-from longdelta.plan.chains import messages, relay_rounds, summaries
-from longdelta.plan.chunks import Walk, walk
+from longdelta.plan.chains import Summaries, relay_rounds, summaries
+from longdelta.plan.checks import Integers, checked_int
+from longdelta.plan.chunks import CHUNK, Fragment, Walk, segment_chunks, splits_documents, walk
 from longdelta.plan.flops import ITEMSIZE, Heads
-from longdelta.plan.halo import halo
+from longdelta.plan.halo import Halo, halo
 from longdelta.plan.partition import Partition, partition
 from longdelta.plan.tensors import SAVE_MODES, Counts, itemsize, saved_bytes, workspace_bytes
 
 DIRECTIONS = ("forward", "backward")
 BACKENDS = ("eager", "gluon")
-
-
-@runtime_checkable
-class SupportsTolist(Protocol):
-    """A tensor or an array."""
-
-    def tolist(self) -> list[int]:
-        """The numbers."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class Bytes:
 
 
 def bytes_needed(
-    cu_seqlens: Sequence[int] | SupportsTolist,
+    cu_seqlens: Integers,
     *,
     num_heads: int,
     num_v_heads: int,
@@ -93,8 +87,8 @@ def bytes_needed(
     """Bytes that a call needs on one rank besides its inputs and outputs: exact integers.
 
     Args:
-        cu_seqlens: `[N + 1]` document boundaries in tokens, ints or a tensor; a batch of B sequences of T tokens is
-            `[0, T, 2 T, ...]`.
+        cu_seqlens: `[N + 1]` document boundaries in tokens, ints or a tensor; a batch of B
+            sequences of T tokens is `[0, T, 2 T, ...]`.
         num_heads, num_v_heads: q/k heads H and value heads HV, a multiple of H.
         head_k_dim, head_v_dim: K and V.
         dtype: of q, k and v: float64, float32, bfloat16 or float16, by name or torch's.
@@ -118,27 +112,66 @@ def bytes_needed(
     relay backward 0 393216
     halo backward 0 15360
     """
-    heads = Heads(num_heads, num_v_heads, head_k_dim, head_v_dim)
-    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, SupportsTolist) else cu_seqlens
+    heads = Heads(
+        checked_int("num_heads", num_heads, least=1),
+        checked_int("num_v_heads", num_v_heads, least=1),
+        checked_int("head_k_dim", head_k_dim, least=1),
+        checked_int("head_v_dim", head_v_dim, least=1),
+    )
+    kernel_size, channels = conv1d_kernel_size, conv_channels
+    if kernel_size is not None:
+        kernel_size = checked_int("conv1d_kernel_size", kernel_size, least=1)
+    if channels is not None:
+        channels = checked_int("conv_channels", channels, least=1)
+    ranks, rank = checked_int("ranks", ranks, least=1), checked_int("rank", rank, least=0)
     dtype = str(dtype).removeprefix("torch.")
     save = "light" if save == "auto" else save
-    _check(heads, dtype, save, ranks, rank)
-    if backend not in BACKENDS:
-        raise InvalidInput(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    _check(heads, dtype, save, backend, deterministic)
+    if rank >= ranks:
+        raise InvalidInput(f"rank must be in [0, {ranks}), got {rank}")
     held = partition(
-        bounds,
+        cu_seqlens,
         ranks,
         layout,
         align=align,
-        num_v_heads=num_v_heads,
+        num_v_heads=heads.HV,
         fragments=fragments,
         rows=rows,
     )
-    tables = rank_walk(held, rank, num_v_heads, deterministic)
-    sizes = {"HV": heads.HV, "K": heads.K, "V": heads.V}
-    forward, backward = workspace_bytes(
-        Counts.of(tables), save=save, dtype=dtype, backend=backend, **sizes
+    return rank_bytes(
+        held,
+        rank,
+        heads,
+        dtype=dtype,
+        save=save,
+        backend=backend,
+        deterministic=deterministic,
+        conv1d_kernel_size=kernel_size,
+        conv_channels=channels,
     )
+
+
+def rank_bytes(
+    held: Partition,
+    rank: int,
+    heads: Heads,
+    *,
+    dtype: str = "bfloat16",
+    save: str = "light",
+    backend: str = "eager",
+    deterministic: bool = True,
+    conv1d_kernel_size: int | None = None,
+    conv_channels: int | None = None,
+) -> Bytes:
+    """`bytes_needed` of one rank of a partition, whose exchanges are planned once for all ranks.
+
+    >>> need = rank_bytes(partition([0, 8192], 2), 0, Heads(2, 6))
+    >>> need == bytes_needed([0, 8192], num_heads=2, num_v_heads=6, ranks=2)
+    True
+    """
+    sizes = {"HV": heads.HV, "K": heads.K, "V": heads.V}
+    counts = rank_counts(held, rank, heads.HV, deterministic)
+    forward, backward = workspace_bytes(counts, save=save, dtype=dtype, backend=backend, **sizes)
     saved = saved_bytes(
         save,
         T=held.local_rows(rank),
@@ -175,6 +208,35 @@ def rank_walk(held: Partition, rank: int, HV: int, deterministic: bool = True) -
     )
 
 
+def rank_counts(held: Partition, rank: int, HV: int, deterministic: bool = True) -> Counts:
+    """`Counts.of(rank_walk(...))` without the walk, whose tables grow with the tokens.
+
+    >>> rank_counts(partition([0, 8192], 2), 1, HV=6)
+    Counts(chunks=64, borders=8, maps=7)
+    """
+    chunks = borders = maps = 0
+    for piece, segments in rank_segments(held, rank, HV, deterministic):
+        ends = (piece.offset > 0) + (piece.stop < held.document_tokens(piece.document))
+        chunks += -(-piece.stop // CHUNK) - piece.offset // CHUNK
+        borders += segments - 1 + ends
+        maps += max(segments - 2 + ends, 0)
+    return Counts(chunks, borders, maps)
+
+
+def rank_segments(
+    held: Partition, rank: int, HV: int, deterministic: bool = True
+) -> list[tuple[Fragment, int]]:
+    """The fragments of a rank that have tokens, each with the number of its segments."""
+    split = splits_documents(held.filled, HV, deterministic)
+    found = []
+    for piece in held.fragments[rank]:
+        if piece.length:
+            step = segment_chunks(held.document_tokens(piece.document), HV) * CHUNK
+            cuts = (piece.stop - 1) // step - piece.offset // step if split else 0
+            found.append((piece, 1 + cuts))
+    return found
+
+
 def state_collectives(
     held: Partition,
     rank: int,
@@ -189,7 +251,7 @@ def state_collectives(
     (Collective(name='summaries', direction='forward', step=0, sent=262144, received=524288),)
     """
     backward = direction == "backward"
-    plan = summaries(held, backward=backward)
+    plan = _summaries(held, backward)
     if not plan.slot_count:
         return ()
     if not deterministic and not plan.state_only:
@@ -197,12 +259,30 @@ def state_collectives(
         sent = plan.slot_count * slot
         return (Collective("summaries", direction, 0, sent, sent * (held.ranks - 1)),)
     state = heads.state_elements * element_bytes
-    found = []
-    for step, hops in enumerate(relay_rounds(held, backward=backward)):
-        sent = sum(len(each.hops) for each in messages(hops) if each.source == rank)
-        received = sum(len(each.hops) for each in messages(hops) if each.target == rank)
-        found.append(Collective("relay", direction, step, sent * state, received * state))
-    return tuple(found)
+    return tuple(
+        Collective("relay", direction, step, out[rank] * state, into[rank] * state)
+        for step, (out, into) in enumerate(_relay_states(held, backward))
+    )
+
+
+# The exchanges of a partition serve every rank: planned per rank, they cost ranks^2.
+@lru_cache(maxsize=4)
+def _summaries(held: Partition, backward: bool) -> Summaries:
+    return summaries(held, backward=backward)
+
+
+@lru_cache(maxsize=4)
+def _relay_states(held: Partition, backward: bool) -> tuple[tuple[Counter[int], Counter[int]], ...]:
+    """Per round of the relay, the states that leave and that reach each rank."""
+    return tuple(
+        (Counter(hop.source for hop in hops), Counter(hop.target for hop in hops))
+        for hops in relay_rounds(held, backward=backward)
+    )
+
+
+@lru_cache(maxsize=4)
+def _halo(held: Partition, kernel_size: int) -> Halo:
+    return halo(held, kernel_size)
 
 
 def halo_collectives(
@@ -213,8 +293,8 @@ def halo_collectives(
     Forward sends rows in their own dtype. The adjoint sends sums that other terms join, so they
     stay in float32 (float64 for float64).
     """
-    plan = halo(held, kernel_size)
-    if not any(plan.rows_sent(each) for each in range(held.ranks)):
+    plan = _halo(held, kernel_size)
+    if all(message.source == message.target for message in plan.messages):
         return (), ()
     out, into = plan.rows_sent(rank) * channels, plan.rows_received(rank) * channels
     row, sums = ITEMSIZE[dtype], max(4, ITEMSIZE[dtype])
@@ -223,16 +303,7 @@ def halo_collectives(
     return (ahead,), (back,)
 
 
-def _check(heads: Heads, dtype: str, save: str, ranks: int, rank: int) -> None:
-    sizes = {
-        "num_heads": heads.H,
-        "num_v_heads": heads.HV,
-        "head_k_dim": heads.K,
-        "head_v_dim": heads.V,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise InvalidInput(f"{name} must be at least 1, got {size}")
+def _check(heads: Heads, dtype: str, save: str, backend: str, deterministic: bool) -> None:
     if heads.HV % heads.H:
         raise InvalidInput(
             f"num_v_heads must be a multiple of num_heads = {heads.H}, got {heads.HV}"
@@ -241,5 +312,7 @@ def _check(heads: Heads, dtype: str, save: str, ranks: int, rank: int) -> None:
         raise InvalidInput(f"dtype must be one of {', '.join(ITEMSIZE)}, got {dtype!r}")
     if save not in SAVE_MODES:
         raise InvalidInput(f"save must be one of {', '.join(SAVE_MODES)}, got {save!r}")
-    if not 0 <= rank < ranks:
-        raise InvalidInput(f"rank must be in [0, {ranks}), got {rank}")
+    if backend not in BACKENDS:
+        raise InvalidInput(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if not isinstance(deterministic, bool):
+        raise InvalidInput(f"deterministic must be True or False, got {deterministic!r}")

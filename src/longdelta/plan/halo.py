@@ -15,8 +15,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from longdelta.errors import InvalidInput
 from longdelta.plan.chains import chains
+from longdelta.plan.checks import checked_int
 from longdelta.plan.partition import Partition
 
 
@@ -70,15 +70,14 @@ def halo(partition: Partition, kernel_size: int) -> Halo:
     """The rows to exchange for a convolution of `kernel_size` rows.
 
     Raises:
-        InvalidInput: kernel_size is below 1.
+        InvalidInput: kernel_size is no integer of at least 1.
 
     >>> from longdelta.plan.partition import partition
     >>> plan = halo(partition([0, 6], 2), 3)
     >>> plan.messages, plan.bounds
     ((HaloMessage(source=0, target=1, rows=(1, 2), places=(0, 1)),), ((0, 0), (0, 2)))
     """
-    if kernel_size < 1:
-        raise InvalidInput(f"kernel_size must be at least 1, got {kernel_size}")
+    kernel_size = checked_int("kernel_size", kernel_size, least=1)
     bounds = tuple(_bounds(partition, rank, kernel_size) for rank in range(partition.ranks))
     first_row = [partition.local_cu_seqlens(rank) for rank in range(partition.ranks)]
     pairs: dict[tuple[int, int], tuple[list[int], list[int]]] = {}

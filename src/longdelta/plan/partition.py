@@ -20,7 +20,15 @@ from typing import Any
 
 from longdelta.errors import InvalidInput
 from longdelta.plan.balance import balanced_pieces
-from longdelta.plan.checks import check_cover, check_options, checked_bounds, given_pieces
+from longdelta.plan.checks import (
+    Integers,
+    check_options,
+    checked_bounds,
+    checked_heads,
+    checked_int,
+    checked_rows,
+    given_pieces,
+)
 from longdelta.plan.chunks import Fragment, joined, segment_borders
 from longdelta.plan.cuts import layout_pieces, snap
 
@@ -159,6 +167,15 @@ class Partition:
         return None
 
     @cached_property
+    def filled(self) -> int:
+        """Number of documents that have tokens."""
+        return sum(start < stop for start, stop in pairwise(self.cu_seqlens))
+
+    def __hash__(self) -> int:
+        # Of the digest, which is kept: `longdelta.plan.cost` looks plans up once per rank.
+        return int(self._digest[:15], 16)
+
+    @cached_property
     def _digest(self) -> str:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
@@ -184,24 +201,27 @@ class Partition:
         """The partition that `to_json` wrote.
 
         Raises:
-            InvalidInput: the fragments are not those of a partition.
+            InvalidInput: the text is not what `to_json` writes, or says no partition.
         """
-        content = json.loads(text)
-        given = Partition(
-            cu_seqlens=tuple(content["cu_seqlens"]),
-            rows=content["rows"],
-            layout=content["layout"],
-            align=content["align"],
-            num_v_heads=content["num_v_heads"],
-            fragments=tuple(
-                tuple(Fragment(*piece) for piece in pieces) for pieces in content["fragments"]
-            ),
-        )
-        check_cover(given.cu_seqlens, given.fragments)
-        canonical = _canonical(given.cu_seqlens, [list(held) for held in given.fragments])
-        if canonical != given.fragments:
+        try:
+            content = json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidInput(f"text must be what to_json wrote, got no JSON: {error}") from None
+        names = {field.name for field in fields(Partition)}
+        if not isinstance(content, dict) or set(content) != names:
+            held = sorted(content) if isinstance(content, dict) else type(content).__name__
+            raise InvalidInput(f"text must be what to_json wrote, with {sorted(names)}, got {held}")
+        layout, align, pieces = content["layout"], content["align"], content["fragments"]
+        if not isinstance(pieces, list) or not pieces:
+            raise InvalidInput(f"fragments must hold one list per rank, got {pieces!r}")
+        check_options(layout, align, has_fragments=layout == "fragments")
+        bounds = checked_bounds(content["cu_seqlens"])
+        heads = checked_heads(content["num_v_heads"])
+        given = given_pieces(bounds, len(pieces), pieces)
+        found = _built(bounds, content["rows"], layout, align, heads, given)
+        if found.fragments != tuple(map(tuple, given)):
             raise InvalidInput("text must be what to_json wrote, got fragments in another order")
-        return given
+        return found
 
     def __str__(self) -> str:
         lines = [
@@ -215,7 +235,7 @@ class Partition:
 
 
 def partition(
-    cu_seqlens: Sequence[int],
+    cu_seqlens: Integers,
     ranks: int,
     layout: str = "contiguous",
     *,
@@ -227,7 +247,8 @@ def partition(
     """Give every token of a packed batch to one of the ranks.
 
     Args:
-        cu_seqlens: `[N + 1]` document boundaries in tokens, from 0, never decreasing.
+        cu_seqlens: `[N + 1]` document boundaries in tokens, from 0, never decreasing: ints, an
+            array or a tensor.
         ranks: number of ranks; some may end up without tokens.
         layout: `contiguous`: near-equal intervals of the packed stream, one a rank.
             `zigzag`: twice as many; rank r holds the r-th and the r-th from the end.
@@ -260,13 +281,9 @@ def partition(
     ((4, 6),)
     """
     bounds = checked_bounds(cu_seqlens)
-    rows = bounds[-1] if rows is None else rows
-    check_options(ranks, layout, align, num_v_heads, fragments is not None)
-    if rows < bounds[-1]:
-        raise InvalidInput(
-            f"rows must be at least cu_seqlens[-1] = {bounds[-1]}, got {rows}; "
-            "count every packed row"
-        )
+    ranks = checked_int("ranks", ranks, least=1)
+    check_options(layout, align, fragments is not None)
+    num_v_heads = checked_heads(num_v_heads)
     if fragments is not None:
         pieces = given_pieces(bounds, ranks, fragments)
     elif layout == "balanced":
@@ -277,6 +294,19 @@ def partition(
     else:
         move = partial(snap, num_v_heads=num_v_heads) if align == "segment" else None
         pieces = layout_pieces(bounds, ranks, layout, move)
+    return _built(bounds, rows, layout, align, num_v_heads, pieces)
+
+
+def _built(
+    bounds: tuple[int, ...],
+    rows: int | None,
+    layout: str,
+    align: str,
+    num_v_heads: int | None,
+    pieces: list[list[Fragment]],
+) -> Partition:
+    """The partition of pieces that cover every token, once it keeps what `align` promises."""
+    rows = checked_rows(rows, bounds[-1])
     result = Partition(bounds, rows, layout, align, num_v_heads, _canonical(bounds, pieces))
     off = result._cut_off_a_border(num_v_heads) if align == "segment" else None
     if off is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longdelta import gdn_backward, gdn_forward, support
+from longdelta.runtime import launch
 from longdelta.testing import budgets
 
 pytestmark = [
@@ -131,6 +132,18 @@ def test_forward_has_the_same_bits_two_hundred_times():
         again = gdn_forward(**x, backend="gluon")
         assert torch.equal(first.o, again.o)
         assert torch.equal(first.final_state, again.final_state)
+
+
+def test_launches_resolved_afresh_have_the_bits_of_those_from_the_table():
+    x = problem([1500, 33], 2, 4)
+    launch.forget()
+    fresh = gdn_forward(**x, backend="gluon")
+    again = gdn_forward(**x, backend="gluon")
+    names = [record.program for record in launch.records()]
+    stages = ["prepare", "summarize", "split", "fold", "scan"]
+    assert names == 2 * [f"{stage}_kernel" for stage in stages]
+    assert torch.equal(fresh.o, again.o)
+    assert torch.equal(fresh.final_state, again.final_state)
 
 
 def test_document_keeps_its_bits_beside_one_of_nan_and_inf():

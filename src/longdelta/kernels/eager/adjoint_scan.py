@@ -40,7 +40,7 @@ def adjoint_scan(
     d_initial_state: Tensor | None,
 ) -> None:
     HV, K, V, dtype = do.shape[1], k.shape[2], do.shape[2], G.dtype
-    for tasks in task_blocks(tables, "scan", HV * K * V):
+    for tasks in task_blocks(tables, "scan", HV * max(K * V, CHUNK * CHUNK, CHUNK * V)):
         state = new_states(tasks, G, HV, K, V)
         load(state, tasks.end, d_final_state)
         load(state, tasks.leave, dS_border)

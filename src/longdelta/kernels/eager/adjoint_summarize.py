@@ -21,6 +21,7 @@ from longdelta.kernels.eager.chunked import (
     task_blocks,
 )
 from longdelta.kernels.stages import Tables
+from longdelta.plan.chunks import CHUNK
 
 
 def adjoint_summarize(
@@ -37,7 +38,7 @@ def adjoint_summarize(
     dS_border: Tensor,
 ) -> None:
     HV, K, V, dtype = do.shape[1], k.shape[2], do.shape[2], G.dtype
-    for tasks in task_blocks(tables, "adjoint_summarize", HV * K * max(K, V)):
+    for tasks in task_blocks(tables, "adjoint_summarize", HV * max(K, CHUNK) * max(K, V, CHUNK)):
         state = new_states(tasks, G, HV, K, V)
         load(state, tasks.end, d_final_state)
         for step in range(tasks.chunks[0]):

@@ -78,7 +78,7 @@ def gradients(
     dbeta: Tensor,
 ) -> None:
     H, HV, K, V = k.shape[1], g.shape[1], k.shape[2], do.shape[2]
-    for first, last in chunk_blocks(tables, HV * K * V):
+    for first, last in chunk_blocks(tables, HV * max(K * V, CHUNK * CHUNK, CHUNK * K, CHUNK * V)):
         chunks = torch.arange(first, last, device=k.device)
 
         def take(x: Tensor, chunks: Tensor = chunks) -> Tensor:

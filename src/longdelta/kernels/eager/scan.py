@@ -44,7 +44,7 @@ def scan(
 ) -> None:
     HV, K, V, dtype = v.shape[1], k.shape[2], v.shape[2], G.dtype
     output = None if o is None else G.new_empty(tables.walk.chunks, HV, CHUNK, V)
-    for tasks in task_blocks(tables, "scan", HV * K * V):
+    for tasks in task_blocks(tables, "scan", HV * max(K * V, CHUNK * CHUNK, CHUNK * V)):
         state = new_states(tasks, G, HV, K, V)
         load(state, tasks.start, initial_state)
         load(state, tasks.enter, S_border)

@@ -21,6 +21,7 @@ from longdelta.kernels.eager.chunked import (
     task_blocks,
 )
 from longdelta.kernels.stages import Tables, Tasks
+from longdelta.plan.chunks import CHUNK
 
 
 def _walk(
@@ -62,7 +63,7 @@ def summarize(
     M: Tensor,
 ) -> None:
     HV, K, V = v.shape[1], k.shape[2], v.shape[2]
-    for tasks in task_blocks(tables, "summarize", HV * K * max(K, V)):
+    for tasks in task_blocks(tables, "summarize", HV * max(K, CHUNK) * max(K, V, CHUNK)):
         S, transition = _walk((k, v, beta, G, Z), initial_state, tasks, tables)
         store(S, tasks.leave, target=S_border)
         store(transition, tasks.map, target=M)

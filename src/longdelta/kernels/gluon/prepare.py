@@ -22,12 +22,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from longdelta.kernels.gluon.tables import tables_of
-from longdelta.kernels.gluon.tiles import in_place, split_product, to_bf16, to_fp16
+from longdelta.kernels.gluon.tiles import flat, in_place, split_product, to_bf16, to_fp16
 from longdelta.kernels.stages import Tables
 from longdelta.runtime.launch import launch
 
@@ -98,13 +99,15 @@ def _put(tiles, row: gl.constexpr, column: gl.constexpr, x, SPLIT: gl.constexpr)
 
 
 @gluon.jit
-def _put_whole(tiles, x, SPLIT: gl.constexpr):
+def _put_product(links, x, SPLIT: gl.constexpr):
+    """The product of the last merge so far, above the links."""
     if SPLIT:
         x_head = to_bf16(x)
-        tiles.index(0).store(x_head)
-        tiles.index(1).store(to_bf16(x - x_head.to(gl.float32)))
+        links.index(0).slice(0, 32, 1).store(x_head)
+        links.index(1).slice(0, 32, 1).store(to_bf16(x - x_head.to(gl.float32)))
     else:
-        tiles.index(0)._reinterpret(gl.float16, [2, 32, 32], ROWS).store(to_fp16(x))
+        plane = links.index(0)._reinterpret(gl.float16, [2, 64, 32], ROWS)
+        plane.slice(0, 32, 1).store(to_fp16(x))
 
 
 @gluon.jit
@@ -127,44 +130,81 @@ def _put_links(links, N, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _operand(
-    tiles, plane: gl.constexpr, rows: gl.constexpr, start: gl.constexpr, turn: gl.constexpr,
-    DTYPE: gl.constexpr, L: gl.constexpr,
+    tiles,
+    plane: gl.constexpr,
+    start: gl.constexpr,
+    turn: gl.constexpr,
+    DTYPE: gl.constexpr,
+    L: gl.constexpr,
 ):
-    """[2 heads, 32, 32] of an operand's head or tail."""
-    whole = tiles.index(plane)._reinterpret(DTYPE, [2, rows, 32], ROWS)
+    """Rows [start, start + 32) of both heads' 64, as an operand's head or tail."""
+    whole = tiles.index(plane)._reinterpret(DTYPE, [2, 64, 32], ROWS)
     return whole.slice(start, 32, 1).permute(turn).load(L)
 
 
 @gluon.jit
 def _last_merge(
-    left, start: gl.constexpr, turn: gl.constexpr, right, rows: gl.constexpr, U: gl.constexpr,
+    halves,
+    links,
+    half: gl.constexpr,
+    turn: gl.constexpr,
+    start: gl.constexpr,
+    U: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    """left right^T of both heads: left a half of each, right the last 32 of its rows."""
+    """A half (turned or not) times the transpose of 32 rows of the links, both heads."""
     A: gl.constexpr = gl.DotOperandLayout(0, U, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, U, 2)
     FLIP: gl.constexpr = (0, 2, 1)
     acc = gl.zeros([2, 32, 32], gl.float32, U)
     if SPLIT:
-        a_head = _operand(left, 0, 64, start, turn, gl.bfloat16, A)
-        b_head = _operand(right, 0, rows, rows - 32, FLIP, gl.bfloat16, B)
-        acc = mma_v2(_operand(left, 1, 64, start, turn, gl.bfloat16, A), b_head, acc)
-        acc = mma_v2(a_head, _operand(right, 1, rows, rows - 32, FLIP, gl.bfloat16, B), acc)
+        a_head = _operand(halves, 0, half, turn, gl.bfloat16, A)
+        b_head = _operand(links, 0, start, FLIP, gl.bfloat16, B)
+        acc = mma_v2(_operand(halves, 1, half, turn, gl.bfloat16, A), b_head, acc)
+        acc = mma_v2(a_head, _operand(links, 1, start, FLIP, gl.bfloat16, B), acc)
         acc = mma_v2(a_head, b_head, acc)
     else:
-        a = _operand(left, 0, 64, start, turn, gl.float16, A)
-        acc = mma_v2(a, _operand(right, 0, rows, rows - 32, FLIP, gl.float16, B), acc)
+        a = _operand(halves, 0, half, turn, gl.float16, A)
+        acc = mma_v2(a, _operand(links, 0, start, FLIP, gl.float16, B), acc)
     return acc
 
 
 @gluon.jit
-def _solve(N, tiles, link_t, g, beta, G, Z, bs, gs, halves, links, inner, first, size, slot, HV, GROUP,
-           T: gl.constexpr, SPLIT: gl.constexpr):
+def _beside(x, y, upper):
+    """[4, 16, 64]: x and y side by side, left where the half is the upper one, else right."""
+    xs = gl.join(gl.where(upper, x, 0.0), gl.where(upper, 0.0, x))
+    ys = gl.join(gl.where(upper, y, 0.0), gl.where(upper, 0.0, y))
+    return gl.reshape(gl.permute(gl.join(xs, ys), (0, 1, 3, 4, 2)), [4, 16, 64])
+
+
+@gluon.jit
+def _solve(
+    N,
+    tiles,
+    link_t,
+    gate,
+    b,
+    g,
+    beta,
+    G,
+    zd,
+    zs,
+    bs,
+    gs,
+    halves,
+    links,
+    at,
+    size,
+    slot,
+    HV,
+    GROUP,
+    T: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
     """Z and G of every value head of the group."""
     IN: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     VL: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     U: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2, 1], [1, 16, 8])
-    OL: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [2, 2, 1], [2, 1, 0])
     A: gl.constexpr = gl.DotOperandLayout(0, T, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, T, 2)
     flat3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -175,25 +215,23 @@ def _solve(N, tiles, link_t, g, beta, G, Z, bs, gs, halves, links, inner, first,
     w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, T)))[:, None][:, :, None]
     i = gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(0, T)))[:, None][None, :, :]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, T)))[None, :][None, :, :]
-    uh = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, U)))[:, None][:, :, None]
-    ui = gl.arange(0, 32, layout=gl.SliceLayout(1, gl.SliceLayout(0, U)))[:, None][None, :, :]
-    uj = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, U)))[None, :][None, :, :]
-    oh = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, OL)))[:, None][:, :, None]
-    oi = gl.arange(0, 32, layout=gl.SliceLayout(1, gl.SliceLayout(0, OL)))[:, None][None, :, :]
-    oj = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, OL)))[None, :][None, :, :]
     zero = gl.zeros([4, 16, 16], gl.float32, T)
+    zeros64 = gl.zeros([2, 32, 32], gl.float32, U)
     _put_links(links, N, SPLIT)
     _put(halves, 0, 16, zero, SPLIT)
     for block in range(0, GROUP, 4):
         held = gl.minimum(GROUP - block, 4)
-        at = first + n * HV + block + m
-        there = (n < size) & (m < held)
-        gs.permute((1, 0)).store(gl.load(g + at, mask=there, other=0.0))
-        b = gl.reshape(gl.load(beta + at, mask=there, other=0.0), [2, 2, 16, 2, 2])
-        bs._reinterpret(gl.float32, [2, 2, 2, 2, 16], gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])).store(gl.permute(b, (3, 1, 4, 0, 2)))
+        gs.permute((1, 0)).store(gate)
+        turned = gl.permute(gl.reshape(b, [2, 2, 16, 2, 2]), (3, 1, 4, 0, 2))
+        bs._reinterpret(
+            gl.float32, [2, 2, 2, 2, 16], gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
+        ).store(turned)
+        following = (n < size) & (m < GROUP - block - 4)
+        gate = gl.load(g + at + block + 4, mask=following, other=0.0)
+        b = gl.load(beta + at + block + 4, mask=following, other=0.0)
         gl.thread_barrier()
         total = gl.associative_scan(gl.maximum(gs.load(VL), GATE_FLOOR), 1, _add)
-        gl.store(G + (slot + block + vh) * 64 + vn, total, mask=vh < held)
+        gl.store(G + (slot + block + vh).to(gl.int64) * 64 + vn, total, mask=vh < held)
         for pair in range(0, (held + 1) // 2):
             column = bs.index(pair)._reinterpret(gl.float32, [8, 1, 16], flat3).load(T)
             z, zt = _invert_tiles(tiles, column, T, SPLIT)
@@ -214,27 +252,29 @@ def _solve(N, tiles, link_t, g, beta, G, Z, bs, gs, halves, links, inner, first,
             _put(halves, 0, 0, gl.where(i == j, 1.0, z11 * gl.where(upper, row1, column1)), SPLIT)
             _put(halves, 16, 0, z21 * gl.where(upper, row2, column1), SPLIT)
             _put(halves, 16, 16, gl.where(i == j, 1.0, z22 * gl.where(upper, row2, column2)), SPLIT)
+            tma.store_wait(0)
             gl.thread_barrier()
-            _put_whole(inner, _last_merge(halves, 0, (0, 2, 1), links, 64, U, SPLIT), SPLIT)
+            _put_product(links, _last_merge(halves, links, 0, (0, 2, 1), 32, U, SPLIT), SPLIT)
+            whole = zs._reinterpret(gl.float16, [4, 32, 64], gl.NVMMASharedLayout(128, 16, rank=3))
+            top_rows = _beside(z11, zero, upper)
+            bottom_rows = _beside(z21, z22, upper)
+            rows = gl.permute(gl.join(top_rows, bottom_rows), (0, 3, 1, 2))
+            whole.store(to_fp16(gl.reshape(rows, [4, 32, 64])))
+            gl.thread_barrier()
+            last = zeros64 - _last_merge(halves, links, 32, (0, 1, 2), 0, U, SPLIT)
+            both = zs._reinterpret(gl.float16, [2, 64, 64], gl.NVMMASharedLayout(128, 16, rank=3))
+            both.slice(32, 32, 1).slice(0, 32, 2).store(to_fp16(last))
+            fence_async_shared()
+            gl.thread_barrier()
             h0 = block + 2 * pair
-            out = Z + (slot + h0 + w // 2) * 4096 + (w % 2) * 2080 + i * 64 + j
-            mine = h0 + w // 2 < GROUP
-            gl.store(out, to_fp16(z11), mask=mine)
-            gl.store(out + 16, to_fp16(zero), mask=mine)
-            gl.store(out + 1024, to_fp16(z21), mask=mine)
-            gl.store(out + 1040, to_fp16(z22), mask=mine)
-            zeros = gl.full([2, 32, 32], 0.0, gl.float16, OL)
-            ours = h0 + oh < GROUP
-            gl.store(Z + (slot + h0 + oh) * 4096 + oi * 64 + oj + 32, zeros, mask=ours)
-            gl.thread_barrier()
-            last = _last_merge(halves, 32, (0, 1, 2), inner, 32, U, SPLIT)
-            out = Z + (slot + h0 + uh) * 4096 + 2048 + ui * 64 + uj
-            gl.store(out, to_fp16(0.0 - last), mask=h0 + uh < GROUP)
-            gl.thread_barrier()
+            tma.async_copy_shared_to_global(zd, [(slot + h0) * 64, 0], zs.index(0))
+            if h0 + 1 < GROUP:
+                tma.async_copy_shared_to_global(zd, [(slot + h0 + 1) * 64, 0], zs.index(1))
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["HV", "GROUP", "H"])
-def prepare_kernel(k, g, beta, G, Z, chunks, HV, GROUP, H, k_t, k_h):
+def prepare_kernel(k, g, beta, G, zd, chunks, HV, GROUP, H, k_t, k_h):
     KL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     IN: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     NL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -250,10 +290,9 @@ def prepare_kernel(k, g, beta, G, Z, chunks, HV, GROUP, H, k_t, k_h):
     first = row.to(gl.int64) * HV + hk * GROUP
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, IN))[:, None]
     m = gl.arange(0, 4, layout=gl.SliceLayout(0, IN))[None, :]
-    top = gl.zeros([64, 4], gl.float32, IN)
-    for block in range(0, GROUP, 4):
-        there = (n < size) & (m < GROUP - block)
-        top = gl.maximum(top, gl.load(beta + (first + n * HV + block + m), mask=there, other=0.0))
+    at = first + n * HV + m
+    gate = gl.load(g + at, mask=(n < size) & (m < GROUP), other=0.0)
+    b = gl.load(beta + at, mask=(n < size) & (m < GROUP), other=0.0)
 
     # N of the q/k head; its diagonal tiles, and the links between them, for two heads.
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -269,6 +308,10 @@ def prepare_kernel(k, g, beta, G, Z, chunks, HV, GROUP, H, k_t, k_h):
     N = warpgroup_mma_wait(0, [N])
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, NL))[:, None]
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, NL))[None, :]
+    top = b
+    for block in range(4, GROUP, 4):
+        there = (n < size) & (m < GROUP - block)
+        top = gl.maximum(top, gl.load(beta + at + block, mask=there, other=0.0))
     length = gl.max(gl.max(gl.where(i == j, N, 0.0), 1), 0)
     split = length * gl.max(gl.max(top, 1), 0) > 1.02
     diagonal = gl.sum(gl.reshape(gl.where(i // 16 == j // 16, N, 0.0), [4, 16, 4, 16]), 2)
@@ -287,14 +330,58 @@ def prepare_kernel(k, g, beta, G, Z, chunks, HV, GROUP, H, k_t, k_h):
 
     halves = gl.allocate_shared_memory(gl.bfloat16, [2, 4, 32, 32], ROWS)
     links = gl.allocate_shared_memory(gl.bfloat16, [2, 2, 64, 32], ROWS)
-    inner = gl.allocate_shared_memory(gl.bfloat16, [2, 2, 32, 32], ROWS)
+    zs = gl.allocate_shared_memory(gl.float16, [2, 64, 64], zd.layout)
     gs = gl.allocate_shared_memory(gl.float32, [4, 64], flat2)
     bs = gl.allocate_shared_memory(gl.float32, [2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    slot = (c * HV + hk * GROUP).to(gl.int64)
+    slot = c * HV + hk * GROUP
     if split:
-        _solve(N, tiles, link_t, g, beta, G, Z, bs, gs, halves, links, inner, first, size, slot, HV, GROUP, T, True)
+        _solve(
+            N,
+            tiles,
+            link_t,
+            gate,
+            b,
+            g,
+            beta,
+            G,
+            zd,
+            zs,
+            bs,
+            gs,
+            halves,
+            links,
+            at,
+            size,
+            slot,
+            HV,
+            GROUP,
+            T,
+            True,
+        )
     else:
-        _solve(N, tiles, link_t, g, beta, G, Z, bs, gs, halves, links, inner, first, size, slot, HV, GROUP, T, False)
+        _solve(
+            N,
+            tiles,
+            link_t,
+            gate,
+            b,
+            g,
+            beta,
+            G,
+            zd,
+            zs,
+            bs,
+            gs,
+            halves,
+            links,
+            at,
+            size,
+            slot,
+            HV,
+            GROUP,
+            T,
+            False,
+        )
 
 
 _REGISTERS = 128
@@ -313,7 +400,7 @@ def prepare(k: Tensor, g: Tensor, beta: Tensor, tables: Tables, *, G: Tensor, Z:
         g,
         beta,
         G,
-        Z,
+        flat(Z, 64, 64),
         table,
         HV,
         HV // H,

@@ -82,9 +82,7 @@ def _load(
 
 
 @gluon.jit
-def _within(
-    tasks, n_tasks, HV, scale, smem, OUT: gl.constexpr, STAGES: gl.constexpr
-):
+def _within(tasks, n_tasks, HV, scale, smem, OUT: gl.constexpr, STAGES: gl.constexpr):
     """Gam Z b over Z in place, and P b."""
     qs, ks, zs, ps, gs, bs, full, ready = smem
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])

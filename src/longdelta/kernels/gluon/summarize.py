@@ -107,8 +107,18 @@ def _transfer(tasks, walks, HV, smem, STAGES: gl.constexpr, X_STAGES: gl.constex
 
 
 @gluon.jit
-def _walk(states, tasks, walks, HV, smem, COLUMN: gl.constexpr, INITIAL: gl.constexpr,
-          V_FIRST: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr):
+def _walk(
+    states,
+    tasks,
+    walks,
+    HV,
+    smem,
+    COLUMN: gl.constexpr,
+    INITIAL: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+):
     border, transition, initial = states
     ks, vs, gs, rs, xs, full, empty, ready, x_free = smem
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -161,9 +171,25 @@ def _walk(states, tasks, walks, HV, smem, COLUMN: gl.constexpr, INITIAL: gl.cons
 
 
 @gluon.jit(do_not_specialize=["walks", "HV", "GROUP"])
-def summarize_kernel(kd, vd, zd, G, beta, border, transition, initial, tasks, chunks, walks, HV, GROUP,
-                     INITIAL: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr,
-                     X_STAGES: gl.constexpr):
+def summarize_kernel(
+    kd,
+    vd,
+    zd,
+    G,
+    beta,
+    border,
+    transition,
+    initial,
+    tasks,
+    chunks,
+    walks,
+    HV,
+    GROUP,
+    INITIAL: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+):
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar: gl.constexpr = mbarrier.MBarrierLayout()

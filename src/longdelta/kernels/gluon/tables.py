@@ -47,9 +47,7 @@ class DeviceTables:
 
     def _tasks(self, segments: Sequence[Segment]) -> Tasks:
         segments = sorted(segments, key=lambda s: -s.chunks)
-        rows = [
-            (s.first_chunk, s.chunks, s.start, s.end, s.enter, 0, 0, 0) for s in segments
-        ]
+        rows = [(s.first_chunk, s.chunks, s.start, s.end, s.enter, 0, 0, 0) for s in segments]
         return Tasks(self._upload(rows, 8), len(rows), rows[0][1] if rows else 0)
 
     @cached_property
