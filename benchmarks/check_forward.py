@@ -407,12 +407,19 @@ def rules() -> None:
 
 
 def registers() -> None:
+    """Tuned constants around their values."""
     module = sys.modules["longdelta.kernels.gluon.prepare"]
-    for row in ROWS[:2]:
-        f = Forward(gluon, problem(row[1], row[2], row[3], "model"), wide=False)
+    for name, lengths, H, HV in ROWS[:2]:
+        f = Forward(gluon, problem(lengths, H, HV, "model"), wide=False)
         for count in (128, 168):
             module._REGISTERS = count
-            print(row[0], count, f"{median_ms(graphed(f.prepare)):.3f}", flush=True)
+            print(name, "prepare,", count, f"registers {median_ms(graphed(f.prepare)):.3f}")
+    module = sys.modules["longdelta.kernels.gluon.fold"]
+    f = Forward(gluon, problem(ROWS[2][1], 2, 8, "model"), wide=False)
+    f()
+    for columns in (16, 32):
+        module._COLUMNS = columns
+        print(ROWS[2][0], "fold,", columns, f"columns {median_ms(graphed(f.fold)):.3f}", flush=True)
 
 
 def once() -> None:
