@@ -1,6 +1,6 @@
 """Checks the Gluon forward against float64 and times it. Needs a Hopper GPU.
 
-python benchmarks/check_forward.py [check] [repeat] [time] [peers]
+python benchmarks/check_forward.py [check] [leaks] [repeat] [time] [registers] [rules] [peers:01]
 """
 
 from __future__ import annotations
@@ -335,11 +335,11 @@ def timing() -> None:
             )
 
 
-def peers() -> None:
+def peers(rows: str = "0123") -> None:
     """The same inputs through FlashQLA, if it is installed."""
     from flash_qla import chunk_gated_delta_rule
 
-    for name, lengths, H, HV in ROWS[:2]:
+    for name, lengths, H, HV in (ROWS[int(row)] for row in rows):
         torch.manual_seed(0)
         x = problem(lengths, H, HV, "model")
         cu = torch.tensor(offsets(lengths), dtype=torch.int32, device=DEVICE)
@@ -414,6 +414,12 @@ def registers() -> None:
         for count in (128, 168):
             module._REGISTERS = count
             print(name, "prepare,", count, f"registers {median_ms(graphed(f.prepare)):.3f}")
+    module = sys.modules["longdelta.kernels.gluon.summarize"]
+    f = Forward(gluon, problem(ROWS[0][1], 16, 32, "model"), wide=False)
+    f()
+    for stages in ((3, 2), (3, 3), (4, 2)):
+        module._STAGES, module._X_STAGES = stages
+        print(ROWS[0][0], "summarize,", stages, f"stages {median_ms(graphed(f.summarize)):.3f}")
     module = sys.modules["longdelta.kernels.gluon.fold"]
     f = Forward(gluon, problem(ROWS[2][1], 2, 8, "model"), wide=False)
     f()
@@ -433,14 +439,16 @@ def once() -> None:
 
 if __name__ == "__main__":
     wanted = sys.argv[1:] or ["check", "leaks", "repeat", "time"]
+    parts = {
+        "check": check,
+        "leaks": leaks,
+        "repeat": repeat,
+        "time": timing,
+        "peers": peers,
+        "once": once,
+        "registers": registers,
+        "rules": rules,
+    }
     for part in wanted:
-        {
-            "check": check,
-            "leaks": leaks,
-            "repeat": repeat,
-            "time": timing,
-            "peers": peers,
-            "once": once,
-            "registers": registers,
-            "rules": rules,
-        }[part]()
+        name, _, option = part.partition(":")
+        parts[name](*[option] * bool(option))

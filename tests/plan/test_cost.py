@@ -18,6 +18,7 @@ from longdelta.plan import (
     crossings,
     partition,
     rank_walk,
+    summaries,
 )
 from longdelta.plan.cost import rank_counts
 from longdelta.plan.tensors import SAVE_MODES, Counts, capacity
@@ -59,6 +60,7 @@ def test_summaries_send_equal_padded_slots_unless_states_are_enough(plan: Partit
     slots = [0] * plan.ranks
     for hop in crossings(plan):
         slots[hop.source] += 1
+    assert summaries(plan).slot_count == max(slots)
     for need in needs:
         assert [c.name for c in need.collectives] == ["summaries", "summaries"]
         assert need.sent("forward") == max(slots) * (STATE + MAP)
@@ -115,7 +117,7 @@ def test_one_device_sends_nothing_and_saves_by_mode(save: str) -> None:
 
 def test_exchanges_are_planned_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[str] = []
-    for name in ("summaries", "relay_rounds", "halo"):
+    for name in ("relay_rounds", "halo"):
         right = getattr(cost, name)
 
         def counted(*args: object, name: str = name, right: Any = right, **options: object) -> Any:
@@ -125,8 +127,11 @@ def test_exchanges_are_planned_once_for_all_ranks(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(cost, name, counted)
     plan = partition([0, 1000, 1234], 8, "zigzag")
     for rank in range(8):
-        cost.rank_bytes(plan, rank, cost.Heads(1, 2), conv1d_kernel_size=4)
-    assert sorted(planned) == ["halo", "relay_rounds", "relay_rounds", "summaries", "summaries"]
+        for deterministic in (True, False):
+            cost.rank_bytes(
+                plan, rank, cost.Heads(1, 2), deterministic=deterministic, conv1d_kernel_size=4
+            )
+    assert sorted(planned) == ["halo", "relay_rounds", "relay_rounds"]
 
 
 def test_a_batch_without_boundaries_is_its_equal_documents() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from longdelta.errors import InvalidInput
-from longdelta.plan.chains import Summaries, relay_rounds, summaries
+from longdelta.plan.chains import relay_rounds
 from longdelta.plan.checks import Integers, checked_int
 from longdelta.plan.chunks import CHUNK, Fragment, Walk, segment_chunks, splits_documents, walk
 from longdelta.plan.flops import ITEMSIZE, Heads
@@ -251,33 +251,31 @@ def state_collectives(
     (Collective(name='summaries', direction='forward', step=0, sent=262144, received=524288),)
     """
     backward = direction == "backward"
-    plan = _summaries(held, backward)
-    if not plan.slot_count:
-        return ()
-    if not deterministic and not plan.state_only:
+    rounds, slot_count = _relay_states(held, backward)
+    if not deterministic and len(rounds) > 1:  # else `Summaries.state_only`: the relay
         slot = (heads.state_elements + heads.map_elements) * element_bytes
-        sent = plan.slot_count * slot
+        sent = slot_count * slot
         return (Collective("summaries", direction, 0, sent, sent * (held.ranks - 1)),)
     state = heads.state_elements * element_bytes
     return tuple(
         Collective("relay", direction, step, out[rank] * state, into[rank] * state)
-        for step, (out, into) in enumerate(_relay_states(held, backward))
+        for step, (out, into) in enumerate(rounds)
     )
 
 
 # The exchanges of a partition serve every rank: planned per rank, they cost ranks^2.
 @lru_cache(maxsize=4)
-def _summaries(held: Partition, backward: bool) -> Summaries:
-    return summaries(held, backward=backward)
-
-
-@lru_cache(maxsize=4)
-def _relay_states(held: Partition, backward: bool) -> tuple[tuple[Counter[int], Counter[int]], ...]:
-    """Per round of the relay, the states that leave and that reach each rank."""
-    return tuple(
+def _relay_states(
+    held: Partition, backward: bool
+) -> tuple[tuple[tuple[Counter[int], Counter[int]], ...], int]:
+    """Per round of the relay the states that leave and that reach each rank; and the slots of the
+    summaries: every state that the relay sends is one that its sender would publish."""
+    rounds = tuple(
         (Counter(hop.source for hop in hops), Counter(hop.target for hop in hops))
         for hops in relay_rounds(held, backward=backward)
     )
+    slots: Counter[int] = sum((out for out, _ in rounds), Counter())
+    return rounds, max(slots.values(), default=0)
 
 
 @lru_cache(maxsize=4)

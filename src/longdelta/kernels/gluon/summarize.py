@@ -228,6 +228,10 @@ def summarize_kernel(
     )
 
 
+_STAGES, _X_STAGES = 3, 2
+"""Chunks that are loaded ahead, and X that are made ahead."""
+
+
 def summarize(
     k: Tensor,
     v: Tensor,
@@ -265,6 +269,6 @@ def summarize(
         HV // H,
         INITIAL=initial is not None,
         V_FIRST=v_first,
-        STAGES=3,
-        X_STAGES=2,
+        STAGES=_STAGES,
+        X_STAGES=_X_STAGES,
     )
