@@ -37,12 +37,20 @@ def records() -> tuple[Launch, ...]:
     return tuple(_records)
 
 
+def forget_records() -> None:
+    """Empties `records`.
+
+    Source: this project.
+    """
+    _records.clear()
+
+
 def forget() -> None:
     """Empties `records` and Note [Launch table]: the next launches are resolved afresh.
 
     Source: this project.
     """
-    _records.clear()
+    forget_records()
     _compiled.clear()
 
 
