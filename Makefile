@@ -4,6 +4,8 @@ PYTHON ?= python3
 WORKERS ?= 2
 # What a machine without a GPU gets; a machine with one keeps the torch it has.
 CPU_TORCH ?= torch==2.13.0
+# With it the Hopper kernels are compiled, though not run, by the tests of a machine without a GPU.
+CPU_TRITON ?= triton==3.6.0
 # More arguments for the demo, such as ARGS="--text FILE".
 ARGS ?=
 
@@ -82,6 +84,8 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@$(PIP) --editable ".[dev]"
+	@nvidia-smi -L >/dev/null 2>&1 || $(PIP) "$(CPU_TRITON)" \
+		|| echo "No $(CPU_TRITON) for this machine: the Hopper kernels are not compiled in its tests"
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml

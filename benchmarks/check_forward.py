@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -326,11 +327,13 @@ def timing() -> None:
                 names = ["prepare", "scan"]
             parts = {p: median_ms(graphed(getattr(f, p))) for p in names}
             eager_ms, whole = median_ms(f), median_ms(graphed(f))
-            heads = f.tables.walk.chunks * HV
+            share = 132e3 / (f.tables.walk.chunks * HV)
             print(
-                f"{name:24} det={deterministic!s:5} forward {whole:.3f} ms (eager {eager_ms:.3f}) |",
+                f"{name:24} det={deterministic!s:5} forward {whole:.3f} ms (eager {eager_ms:.3f})",
+                "|",
                 " ".join(f"{p} {t:.3f}" for p, t in parts.items()),
-                f"| scan {parts['scan'] * 132e3 / heads:.2f} prepare {parts['prepare'] * 132e3 / heads:.2f} us per chunk-head and SM",
+                f"| us per chunk-head and SM: scan {parts['scan'] * share:.2f}",
+                f"prepare {parts['prepare'] * share:.2f}",
                 flush=True,
             )
 
@@ -342,15 +345,14 @@ def peers(rows: str = "0123") -> None:
     for name, lengths, H, HV in (ROWS[int(row)] for row in rows):
         torch.manual_seed(0)
         x = problem(lengths, H, HV, "model")
-        cu = torch.tensor(offsets(lengths), dtype=torch.int32, device=DEVICE)
-        q, k, v, g, beta = (x[n][None] for n in ("q", "k", "v", "g", "beta"))
-
-        def run() -> Any:
-            with torch.no_grad():
-                return chunk_gated_delta_rule(
-                    q, k, v, g, beta, scale=128**-0.5, initial_state=x["initial"],
-                    output_final_state=True, cu_seqlens=cu,
-                )  # fmt: skip
+        arguments = [x[n][None] for n in ("q", "k", "v", "g", "beta")]
+        options = {
+            "scale": 128**-0.5,
+            "initial_state": x["initial"],
+            "output_final_state": True,
+            "cu_seqlens": torch.tensor(offsets(lengths), dtype=torch.int32, device=DEVICE),
+        }
+        run = torch.no_grad()(partial(chunk_gated_delta_rule, *arguments, **options))
 
         start = time.time()
         o = run()[0]
@@ -366,7 +368,8 @@ def peers(rows: str = "0123") -> None:
         replay = median_ms(graphed(f))
         print(
             f"{name:24} eager: FlashQLA {theirs:.3f} ours {ours:.3f} ({theirs / ours:.2f}x)",
-            f"replay: FlashQLA {theirs_replay:.3f} ours {replay:.3f} ({theirs_replay / replay:.2f}x)",
+            f"replay: FlashQLA {theirs_replay:.3f} ours {replay:.3f}",
+            f"({theirs_replay / replay:.2f}x)",
             f"first call {first:.0f} s, o differs by {relative_l2(f.o, o[0]):.1e}",
             flush=True,
         )

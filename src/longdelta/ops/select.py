@@ -32,9 +32,9 @@ def _gluon_reason(device: torch.device, dtype: torch.dtype, K: int, V: int) -> s
     try:
         triton = version("triton")
     except PackageNotFoundError:
-        return "needs Triton 3.6 or newer, which is not installed"
-    if tuple(map(int, triton.split(".")[:2])) < (3, 6):
-        return f"needs Triton 3.6 or newer; found {triton}"
+        return "needs Triton 3.6, which is not installed"
+    if triton.split(".")[:2] != ["3", "6"]:
+        return f"needs Triton 3.6, the release that its kernels were checked with; found {triton}"
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
         return f"needs a Hopper GPU (sm_90a); found {torch.cuda.get_device_name(device)}"
     if dtype != torch.bfloat16:

@@ -61,7 +61,7 @@ def segment_chunks(document_tokens: int, HV: int | None) -> int:
     """Chunks per segment of a document, by its length and HV alone (`HV=None`: for any HV).
 
     >>> [segment_chunks(64 * chunks, HV=6) for chunks in (8, 300, 2000)]
-    [8, 16, 32]
+    [8, 32, 64]
     >>> segment_chunks(64 * 300, HV=32)
     128
     >>> segment_chunks(64 * 256, HV=48) >= 256        # one segment: never split
@@ -70,9 +70,10 @@ def segment_chunks(document_tokens: int, HV: int | None) -> int:
     chunks = -(-document_tokens // CHUNK)
     if HV is None or HV >= 32:
         return _NO_SPLIT if chunks <= 256 else 128
-    if chunks <= 256:
+    # docs/log.md, 2026-11-30, segment lengths on an H200.
+    if chunks <= 64:
         return 8
-    return 16 if chunks <= 1024 else 32
+    return 32 if chunks <= 512 else 64
 
 
 def segment_borders(document_tokens: int, HV: int | None) -> range:

@@ -197,7 +197,7 @@ def rank_walk(held: Partition, rank: int, HV: int, deterministic: bool = True) -
     """The walk of one rank of a partition.
 
     >>> rank_walk(partition([0, 8192], 2), 1, HV=6).borders
-    8
+    2
     """
     return walk(
         held.cu_seqlens,
@@ -212,7 +212,7 @@ def rank_counts(held: Partition, rank: int, HV: int, deterministic: bool = True)
     """`Counts.of(rank_walk(...))` without the walk, whose tables grow with the tokens.
 
     >>> rank_counts(partition([0, 8192], 2), 1, HV=6)
-    Counts(chunks=64, borders=8, maps=7)
+    Counts(chunks=64, borders=2, maps=1)
     """
     chunks = borders = maps = 0
     for piece, segments in rank_segments(held, rank, HV, deterministic):

@@ -31,7 +31,7 @@ HOPPER = {
     "dbeta": 8e-3,
     "d_initial_state": 6e-3,
 }
-"""Of the Hopper kernels, whose products have bf16 operands (docs/log.md); keys of about unit length."""
+"""Of the Hopper kernels, whose products have bf16 operands; for keys of about unit length."""
 HOPPER_CORRELATED = 2.0
 """Factor of these budgets where keys are close to each other and beta is close to 1."""
 

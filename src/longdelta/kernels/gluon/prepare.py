@@ -1,9 +1,9 @@
 """prepare: the gate's sum inside each chunk, and the chunk's unit inverse in the Z form.
 
-    G_i = sum_{j <= i} max(g_j, -87)       N = tril(K K^T, -1), one for all value heads of a q/k head
+    G_i = sum_{j <= i} max(g_j, -87)     N = tril(K K^T, -1), one for all value heads of a q/k head
     (I + D N)^-1 = I + D Z, D = diag(beta):    Z <- Z - (I + Z D) N_w (I + D Z),  w = 1, 2, 4, .. 32
-One program makes N of one (chunk, q/k head) and Z of its value heads, two at a time. A warp holds one
-32 x 32 half of one of them: its two 16 x 16 diagonal tiles are inverted and merged in registers,
+One program makes N of one (chunk, q/k head) and Z of its value heads, two at a time. A warp holds
+one 32 x 32 half of one of them: its two diagonal tiles of 16 are inverted and merged in registers,
 since a fragment of an accumulator is, transposed, a fragment of the right operand; so Z and Z^T
 are carried side by side and nothing moves between lanes. The last merge, of the two halves, passes
 through shared memory. Tiles are numbered (r, head, half): tile r of that half of that head.
@@ -35,7 +35,7 @@ from longdelta.runtime.launch import launch
 ROWS = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
 """Of 64-byte rows: eight of them lie in different banks."""
 GATE_FLOOR = gl.constexpr(-87.0)
-"""e^-87 is just above the smallest normal float32; a deeper floor costs later tokens their digits."""
+"""e^-87 is just above the smallest normal float32; a deeper floor costs later tokens digits."""
 
 
 @gluon.jit
@@ -232,7 +232,7 @@ def _solve(
         gl.thread_barrier()
         total = gl.associative_scan(gl.maximum(gs.load(VL), GATE_FLOOR), 1, _add)
         gl.store(G + (slot + block + vh).to(gl.int64) * 64 + vn, total, mask=vh < held)
-        for pair in range(0, (held + 1) // 2):
+        for pair in range((held + 1) // 2):
             column = bs.index(pair)._reinterpret(gl.float32, [8, 1, 16], flat3).load(T)
             z, zt = _invert_tiles(tiles, column, T, SPLIT)
             z11, z22 = _apart(z, T)

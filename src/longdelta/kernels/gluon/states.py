@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 
 def laid_out(state: Tensor | None) -> tuple[Tensor | None, bool]:
-    """An fp32 state whose memory is [., HV, K, V] or [., HV, V, K], and whether it is the latter."""
+    """An fp32 state stored as [., HV, K, V] or as [., HV, V, K], and whether it is the latter."""
     if state is None:
         return None, False
     if state.dtype != torch.float32:

@@ -1,7 +1,7 @@
 """The tables of a plan as the kernels read them: int32 on the device, made once per plan.
 
-chunks [chunks, 2]: (row, tokens). Tasks [., 8], longest first, so that the last programs to start are
-the short ones: scan's (first chunk, chunks, start, end, enter, ..), summarize's (first chunk,
+chunks [chunks, 2]: (row, tokens). Tasks [., 8], longest first, so that the last programs to start
+are the short ones: scan's (first chunk, chunks, start, end, enter, ..), summarize's (first chunk,
 chunks, start, whether it is M, row of the result, ..). -1 stands for none.
 """
 
@@ -66,7 +66,7 @@ class DeviceTables:
         return Tasks(self._upload(walks, 8), len(walks), walks[0][1] if walks else 0)
 
     def fold(self, chains: Chains) -> tuple[Tensor, int]:
-        """[1 + chains + steps..]: where each chain's steps start, then (map, enter, leave) of each."""
+        """Where each chain's steps start and the last end, then (map, enter, leave) of each."""
         if chains not in self._folds:
             starts, steps = [0], []
             for chain in chains:

@@ -1,6 +1,6 @@
 """What the kernels share: chunk size, packed conversions, and tile descriptors.
 
-Note [Ragged tiles]: chunk c holds `size` rows of a packed tensor from `row` on, and a tile has 64. A
+Note [Ragged tiles]: a chunk holds `size` rows of a packed tensor from `row` on, a tile has 64. A
 tensor [T, heads, d] is described to the copy engine as [T + 1, 64, heads, d] with the row's stride
 twice and a base 64 rows early, so that coordinates (row + size, 64 - size, head, 0) name rows from
 `row` on and leave the box after `size` of them: loads fill with zeros, stores write nothing, and no
