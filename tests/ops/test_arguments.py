@@ -9,7 +9,7 @@ from longdelta import (
     InvalidInput,
     NotYet,
     UnsupportedProblem,
-    api,
+    arguments,
     chunk_gated_delta_rule,
     gdn_backward,
     gdn_forward,
@@ -166,7 +166,7 @@ def test_keywords_of_model_code_change_nothing_and_say_nothing(extra):
 
 
 def test_an_unknown_keyword_is_ignored_with_one_warning_that_names_it(monkeypatch):
-    monkeypatch.setattr(api, "_said", set())
+    monkeypatch.setattr(arguments, "_said", set())
     with pytest.warns(UserWarning, match="'colour' is not an option"):
         o, _ = chunk_gated_delta_rule(**good(), colour="red")
     assert torch.equal(o, chunk_gated_delta_rule(**good())[0])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longdelta
-from longdelta import api
+from longdelta import arguments
 from longdelta.testing.budgets import EAGER
 from longdelta.testing.workloads import (
     LEAVES,
@@ -167,7 +167,7 @@ def test_the_fast_mode_is_run_to_run_exact_and_within_rounding_of_the_determinis
 
 
 def test_use_deterministic_algorithms_overrules_the_fast_mode_with_one_warning(monkeypatch):
-    monkeypatch.setattr(api, "_said", set())
+    monkeypatch.setattr(arguments, "_said", set())
     documents = [1] * 17 + [6] + [2] * 16
     inputs, cotangents = packed(documents, torch.float32, 0)
     exact = evaluate(inputs, cotangents)

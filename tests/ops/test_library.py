@@ -9,7 +9,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longdelta import api, chunk_gated_delta_rule
+from longdelta import chunk_gated_delta_rule
+from longdelta.arguments import inputs_of
 from longdelta.plan.tensors import saved_bytes
 from longdelta.testing.workloads import (
     LEAVES,
@@ -53,7 +54,7 @@ def arguments(request) -> tuple:
         given |= {"A_log": torch.zeros(work.HV), "dt_bias": torch.ones(work.HV)}
     given = {name: None if y is None else y.clone().requires_grad_() for name, y in given.items()}
     options = {"output_final_state": True} | options
-    return tuple(api._inputs(**given, cu_seqlens=x.cu_seqlens, **options))
+    return tuple(inputs_of(**given, cu_seqlens=x.cu_seqlens, **options))
 
 
 def test_the_forward_operator_passes_opcheck(arguments):

@@ -1,7 +1,7 @@
 """The stage ABI: what each stage takes, what it writes, and the tables that say where.
 
-Every backend is a module with the functions of `Backend`. Stages trust their input (api.py has
-validated it), write every element of the tensors named after the `*` and return nothing; ops/
+Every backend is a module with the functions of `Backend`. Stages trust their input (arguments.py
+has validated it), write every element of the tensors named after the `*` and return nothing; ops/
 allocates. q, k: [T, H, K], v, o, do: [T, HV, V], g, beta: [T, HV]; states: [rows, HV, K, V] in the
 compute dtype; the tensors between stages are described in plan/tensors.py.
 """
