@@ -26,6 +26,14 @@ def test_context_tells_each_rank_its_rows_and_the_states_that_it_owns(pool: Rank
     assert found[1]["text"].startswith("rank 1 of\ncontiguous partition, 2 ranks, align=token")
 
 
+def test_context_takes_the_fragments_in_the_place_of_a_layout(pool: RankPool) -> None:
+    pieces = [[(0, 4, 2)], [(0, 0, 4)]]
+    found = pool.run(2, facts, [0, 6], {"layout": pieces})
+    named = pool.run(2, facts, [0, 6], {"layout": "fragments", "fragments": pieces})
+    assert [each["rows"] for each in found] == [2, 4]
+    assert [each["text"] for each in found] == [each["text"] for each in named]
+
+
 def test_context_agrees_once_on_32_bytes_a_rank(pool: RankPool) -> None:
     for each in pool.run(3, facts, [0, 64], {}):
         assert each["exchanged"] == [("agree", 32, 64)]

@@ -205,7 +205,7 @@ class CPContext:
 def build_cp_context(
     cu_seqlens: Tensor | Sequence[int],
     group: Group | Mesh | None = None,
-    layout: str = "contiguous",
+    layout: str | Sequence[Sequence[Sequence[int]]] = "contiguous",
     *,
     align: str = "token",
     num_v_heads: int | None = None,
@@ -225,11 +225,12 @@ def build_cp_context(
         group: process group of the ranks; None: the default group, or one rank where
             torch.distributed is not initialised. Of a DeviceMesh: ``mesh.get_group("cp")`` or a
             mesh of one dimension.
-        layout: "contiguous", "zigzag", "zigzag_per_document", "balanced" or "fragments".
+        layout: "contiguous", "zigzag", "zigzag_per_document", "balanced"; or the fragments
+            themselves, per rank its (document, offset, length) triples.
         align: "token" cuts anywhere; "segment" cuts on segment borders, so that
             `deterministic=True` gives the bits of one device.
         num_v_heads: HV of the layers, which fixes the segments; None: cuts that serve any HV.
-        fragments: with layout="fragments", per rank its (document, offset, length) triples.
+        fragments: the same, where layout="fragments".
         rows: packed rows of the batch, where more than the documents have tokens; the last rank
             holds the rest.
         conv1d_kernel_size: the longest short convolution that will use the context; None: any.
@@ -243,6 +244,8 @@ def build_cp_context(
     """
     group = collectives.group_of(group)
     rank, ranks = collectives.place_in(group)
+    if not isinstance(layout, str) and fragments is None:
+        layout, fragments = "fragments", layout
     options = {
         "layout": layout,
         "align": align,
