@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longdelta.arguments import call_of, check_reverse_only, inputs_of, require, state_shape
+from longdelta.arguments import call_of, inputs_of, require, state_shape
 from longdelta.errors import InvalidInput
+from longdelta.ops.library import refuse_forward_mode
 from longdelta.ops.recompute import RecomputeHandle
 
 
@@ -222,7 +223,7 @@ def gdn_backward(
             "saved must come from gdn_forward with the same shapes and options; it was made for "
             f"{saved.call}, this call is {call_of(inputs)}. Pass saved=None to compute it again"
         )
-    check_reverse_only(do, d_final_state)
+    refuse_forward_mode(do, d_final_state)
     if do is not None:
         require("do", do, v.shape, like=q)
     if d_final_state is not None:

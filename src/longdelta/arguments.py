@@ -8,11 +8,11 @@ import warnings
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
-from torch import Tensor
+from torch import Tensor, nn
 
 from longdelta.errors import InvalidInput, NotYet
-from longdelta.ops.library import Inputs
+from longdelta.ops import plans
+from longdelta.ops.library import Inputs, refuse_forward_mode
 from longdelta.ops.plans import host_offsets
 from longdelta.ops.recompute import RecomputeHandle, active
 from longdelta.ops.select import BACKENDS
@@ -111,9 +111,9 @@ def inputs_of(
     _check_operands(inputs)
     rows = _check_context(inputs, cp_context)
     _check_states(inputs, rows[0])
-    check_reverse_only(*differentiable)
-    if recompute is not None:
-        recompute.begin()
+    refuse_forward_mode(*differentiable)
+    if recompute is not None and type(q) in (Tensor, nn.Parameter):
+        recompute.begin()  # a fake tensor's run is none
     return inputs._replace(final_rows=rows[1])
 
 
@@ -132,6 +132,7 @@ def call_of(inputs: Inputs) -> tuple[object, ...]:
         str(inputs.q.dtype),
         str(inputs.q.device),
         inputs.initial_state is not None,
+        inputs.dt_bias is not None,
         inputs.scale,
         inputs.qk_l2norm,
         inputs.gate,
@@ -145,10 +146,13 @@ def call_of(inputs: Inputs) -> tuple[object, ...]:
 
 
 def _saveable(offsets: Tensor | None) -> Tensor | None:
-    """A tensor made in inference mode cannot be saved for a backward; its copy can."""
-    if torch.compiler.is_compiling() or not isinstance(offsets, Tensor):
+    """Boundaries as the backward will find them. Those on the CPU may share memory with a buffer
+    that is filled anew before it runs; a tensor of inference mode cannot be saved for it."""
+    if not isinstance(offsets, Tensor):
         return offsets
-    if offsets.is_inference() and torch.is_grad_enabled():
+    if offsets.device.type in plans.READ_EVERY_TIME:
+        return offsets.clone()
+    if not torch.compiler.is_compiling() and offsets.is_inference() and torch.is_grad_enabled():
         return offsets.clone()
     return offsets
 
@@ -322,16 +326,6 @@ def _check_states(inputs: Inputs, rows: int) -> None:
         shape = state_shape(inputs, rows)
         hint = f"; a state per document that starts here, state_v_first={inputs.state_v_first}"
         require("initial_state", inputs.initial_state, shape, like=inputs.q, hint=hint)
-
-
-def check_reverse_only(*tensors: Tensor | None) -> None:
-    """An operator with a backward alone would drop a forward-mode tangent without a word."""
-    for x in tensors:
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise InvalidInput(
-                "forward-mode differentiation (jvp, jacfwd, dual tensors) is not implemented; use "
-                "reverse mode (backward, grad, vjp)"
-            )
 
 
 def _check_flags(inputs: Inputs) -> None:

@@ -71,7 +71,7 @@ def test_recompute_handle_on_one_device_gives_back_what_it_computed() -> None:
 
     def exchange() -> torch.Tensor:
         calls.append(1)
-        return handle.once(lambda: (torch.full((2,), float(len(calls))),))[0]
+        return handle.once(lambda: (torch.full((2,), float(len(calls))),), "plan")[0]
 
     first, again = handle.run(exchange), handle.run(exchange)
     assert torch.equal(first, torch.ones(2))

@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -35,6 +36,28 @@ def test_forward_mode_is_refused_instead_of_dropping_the_tangent():
             gdn_forward(*given[:2], dual, *given[3:])
         with pytest.raises(InvalidInput, match="forward-mode"):
             gdn_backward(dual, None, *given)
+
+
+def test_forward_mode_over_reverse_is_refused_instead_of_dropping_the_tangent():
+    q, *rest = operands()
+    q = q.clone().requires_grad_()
+    with forward_ad.dual_level():
+        o, _ = chunk_gated_delta_rule(q, *rest)
+        weight = forward_ad.make_dual(torch.ones_like(o), torch.ones_like(o))
+        with pytest.raises(InvalidInput, match="forward-mode"):
+            torch.autograd.grad((o * weight).sum(), q)
+
+
+@pytest.mark.parametrize("save", ["none", "light", "full"])
+@pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens_cpu"])
+def test_a_buffer_of_boundaries_may_be_filled_anew_before_the_backward(name, save):
+    leaves = [x.clone().requires_grad_() for x in operands()]
+    buffer = np.array([0, 50, leaves[0].shape[1]])
+    o, _ = chunk_gated_delta_rule(*leaves, **{name: torch.from_numpy(buffer)}, save=save)
+    expected = torch.autograd.grad(o.sum(), leaves, retain_graph=True)
+    buffer[1] = 60
+    for came, wanted in zip(torch.autograd.grad(o.sum(), leaves), expected, strict=True):
+        assert torch.equal(came, wanted)
 
 
 @pytest.mark.parametrize("first_use_in_inference_mode", [False, True])
@@ -90,6 +113,14 @@ def test_one_recompute_handle_for_two_calls_is_refused():
     chunk_gated_delta_rule(q, k, v, g, beta, recompute=handle)
     with pytest.raises(RuntimeError, match="one RecomputeHandle serves one call"):
         chunk_gated_delta_rule(q, k.flip(1), v, g, beta, recompute=handle)
+
+
+def test_one_recompute_handle_for_other_boundaries_is_refused():
+    given, handle = operands(), RecomputeHandle()
+    rows = given[0].shape[1]
+    chunk_gated_delta_rule(*given, recompute=handle, cu_seqlens=torch.tensor([0, 50, rows]))
+    with pytest.raises(RuntimeError, match="this call's plan"):
+        chunk_gated_delta_rule(*given, recompute=handle, cu_seqlens=torch.tensor([0, 60, rows]))
 
 
 def test_a_refused_call_does_not_use_up_a_recompute_handle():

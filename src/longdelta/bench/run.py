@@ -82,6 +82,12 @@ def plan_of(options: Options, place: Place) -> Plan:
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     name = f"{suite.name}-{_slug(place)}-{stamp}" + ("-reversed" if options.reverse else "")
     path = options.out / f"{name}.csv"
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(
+            f"--out must be a folder that can be made; got {options.out}: {error}"
+        ) from None
     commit = options.commit or commit_here()
     return Plan(suite, rows, arms, ops, modes, schedule, options.reverse, path, commit)
 

@@ -244,13 +244,12 @@ def build_cp_context(
     """
     group = collectives.group_of(group)
     rank, ranks = collectives.place_in(group)
-    if not isinstance(layout, str) and fragments is None:
-        layout, fragments = "fragments", layout
+    given = not isinstance(layout, str) and fragments is None
     options = {
-        "layout": layout,
+        "layout": "fragments" if given else layout,
         "align": align,
         "num_v_heads": num_v_heads,
-        "fragments": fragments,
+        "fragments": layout if given else fragments,
         "rows": rows,
     }
     held = _planned(cu_seqlens, ranks, conv1d_kernel_size, device, options)

@@ -63,7 +63,9 @@ def _received(x: Tensor, route: _Route, recompute: RecomputeHandle | None) -> Te
     def there(rows: Tensor) -> Tensor:
         if recompute is None:
             return route.exchange(rows, adjoint=False)
-        return recompute.once(lambda: (route.exchange(rows, adjoint=False),), rows)[0].clone()
+        facts = (route.context.tag, hash(route.messages))
+        kept = recompute.once(lambda: (route.exchange(rows, adjoint=False),), facts, rows)
+        return kept[0].clone()
 
     def back(gradient: Tensor) -> Tensor:
         wide = torch.promote_types(gradient.dtype, torch.float32)

@@ -107,14 +107,17 @@ def forward(
     if recompute is None:
         enter_borders(x, operands, machine, held)
     else:
-        decisive = (x.k, operands.v, x.g, x.beta, operands.initial_state)
+        used = tables.walk.used_rows
+        decisive = [y[:used] for y in (x.k, operands.v, x.g, x.beta)]
 
         def entered() -> tuple[Tensor, ...]:
             enter_borders(x, operands, machine, held)
             return held["S_border"], held["M"]
 
-        for name, kept in zip(("S_border", "M"), recompute.once(entered, *decisive), strict=True):
-            held[name].copy_(kept)
+        plan = hash(tables.walk)
+        kept = recompute.once(entered, plan, *decisive, operands.initial_state)
+        held["S_border"].copy_(kept[0])
+        held["M"].copy_(kept[1])
     machine.backend.scan(
         x.q,
         x.k,

@@ -12,8 +12,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from longdelta.errors import InvalidInput
 from longdelta.ops import backward as _backward
 from longdelta.ops import forward as _forward
 from longdelta.ops.activate import Activation
@@ -72,6 +74,12 @@ class Inputs(NamedTuple):
     """Rows of final_state: documents, or those that end on this rank."""
     save: str
     backend: str
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The inputs that can have a gradient."""
+        raw = (self.A_log, self.dt_bias, self.initial_state)
+        return (self.q, self.k, self.v, self.g, self.beta, *raw)
 
     @property
     def documents(self) -> int:
@@ -149,6 +157,20 @@ class Inputs(NamedTuple):
         return Machine(name, stages(name), tables, boundary)
 
 
+def refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """An operator with a backward alone would drop a tangent without a word.
+
+    Asked of the caller's tensors, where a functional transform shows itself, and again inside the
+    operators, where autograd and compiled graphs arrive directly.
+    """
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise InvalidInput(
+                "forward-mode differentiation (jvp, jacfwd, dual tensors) is not implemented; use "
+                "reverse mode (backward, grad, vjp)"
+            )
+
+
 def _without_autocast(q: Tensor) -> torch.autocast:
     """The caller's autocast would reach into the stages and round their products."""
     return torch.autocast(q.device.type, enabled=False)
@@ -156,6 +178,7 @@ def _without_autocast(q: Tensor) -> torch.autocast:
 
 def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = Inputs(*arguments)
+    refuse_forward_mode(*inputs.differentiable)
     machine = inputs.machine()
     o, final_state, saved = inputs.new_outputs()
     state = inputs.k_first(final_state) if inputs.output_final_state else None
@@ -176,6 +199,7 @@ def _backward_impl(
     do: Tensor | None, d_final_state: Tensor | None, saved: Tensor, *arguments: Any
 ) -> list[Tensor]:
     inputs = Inputs(*arguments)
+    refuse_forward_mode(do, d_final_state, *inputs.differentiable)
     cotangents = _backward.Cotangents(
         do=None if do is None else do.flatten(0, 1), d_final_state=inputs.k_first(d_final_state)
     )

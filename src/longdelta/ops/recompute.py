@@ -37,17 +37,17 @@ class Record:
         self.cursor = 0
 
     def once(
-        self, compute: Callable[[], tuple[Tensor, ...]], *inputs: Tensor | None
+        self, compute: Callable[[], tuple[Tensor, ...]], facts: object, *inputs: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """The result of the next exchange of this run; `inputs`: what it is made from."""
-        mark = _fingerprint(inputs)
+        """The result of the next exchange of this run; facts, inputs: what it is made from."""
+        mark = (facts, *_fingerprint(inputs))
         if self.cursor == len(self.kept):
             self.kept.append(tuple(x.detach().clone() for x in compute()))
             self.marks.append(mark)
         elif self.marks[self.cursor] != mark:
             raise RuntimeError(
-                "recompute: this call's inputs are not those that the handle was recorded with; "
-                "one RecomputeHandle serves one call (or checkpointed function) and its "
+                "recompute: this call's plan or inputs are not those that the handle was recorded "
+                "with; one RecomputeHandle serves one call (or checkpointed function) and its "
                 "recomputation. Make a handle for each"
             )
         self.cursor += 1
@@ -100,10 +100,10 @@ class RecomputeHandle:
         self._record.cursor = 0
 
     def once(
-        self, compute: Callable[[], tuple[Tensor, ...]], *inputs: Tensor | None
+        self, compute: Callable[[], tuple[Tensor, ...]], facts: object, *inputs: Tensor | None
     ) -> tuple[Tensor, ...]:
         """As `Record.once`."""
-        return self._record.once(compute, *inputs)
+        return self._record.once(compute, facts, *inputs)
 
     def run(self, fn: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """fn(*args) with every exchange inside it recorded here, or taken from here."""
