@@ -1,7 +1,9 @@
 """summarize: what a segment does to the state that enters it, S_out = M S_in + S_ext.
 
 Chunk by chunk, with X = D (I + Z^T D) K:
-    S <- gamma S - X^T (gamma K S - r V)        M <- gamma (M - X^T K M)
+    S <- gamma S - X^T (gamma K S - r V)        P <- P - X^T K P,    M = e^{sum of g} P
+The gate enters M once, at the end: inside the walk it would take M to subnormal numbers, whose
+products are many times slower on a CPU (docs/log.md, 2026-11-30).
 The first segment of a document is walked from its initial state and needs no M; a segment between
 two borders is walked from zero and M from the identity; the last one gives nothing.
 """
@@ -31,8 +33,9 @@ def _walk(
     HV, K, V, dtype = v.shape[1], k.shape[2], v.shape[2], G.dtype
     S = new_states(tasks, G, HV, K, V)
     load(S, tasks.start, initial_state)
-    M = new_states(tasks, G, HV, K, K)
-    M.diagonal(dim1=-2, dim2=-1).fill_(1)
+    P = new_states(tasks, G, HV, K, K)
+    P.diagonal(dim1=-2, dim2=-1).fill_(1)
+    total = new_states(tasks, G, HV, 1, 1)
     for step in range(tasks.chunks[0]):
         n = tasks.active(step)
         chunks = tasks.first[:n] + step
@@ -41,13 +44,14 @@ def _walk(
         b = gather(beta, tables, chunks, dtype).flatten(0, 1)[:, :, None]
         values = gather(v, tables, chunks, dtype).flatten(0, 1)
         X = b * (keys + torch.bmm(Z[chunks].flatten(0, 1).transpose(1, 2), b * keys))
-        state, transition = S[:n].flatten(0, 1), M[:n].flatten(0, 1)
+        state, product = S[:n].flatten(0, 1), P[:n].flatten(0, 1)
         error = gates.gamma * torch.bmm(keys, state) - gates.r * values
         state = gates.gamma * state - torch.bmm(X.transpose(1, 2), error)
-        moved = torch.bmm(X.transpose(1, 2), torch.bmm(keys, transition))
+        moved = torch.bmm(X.transpose(1, 2), torch.bmm(keys, product))
         S[:n] = state.view(n, HV, K, V)
-        M[:n] = (gates.gamma * (transition - moved)).view(n, HV, K, K)
-    return S, M
+        P[:n] = (product - moved).view(n, HV, K, K)
+        total[:n] += G[chunks][:, :, -1:, None]
+    return S, torch.exp(total) * P
 
 
 def summarize(
