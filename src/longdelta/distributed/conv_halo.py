@@ -104,9 +104,11 @@ def fragment_history(
 
 def _check_state(initial_state: Tensor | None, kernel_size: int, context: CPContext) -> None:
     """A document's own state is not sent, so its first W - 1 tokens must lie on one rank."""
+    if initial_state is None:
+        return
     for pieces in context.partition.fragments:
         for piece in pieces:
-            if initial_state is not None and 0 < piece.offset < kernel_size - 1:
+            if 0 < piece.offset < kernel_size - 1:
                 raise NotYet(
                     f"initial_state: document {piece.document} is cut at its token {piece.offset}, "
                     f"within the first {kernel_size - 1} that the state reaches; cut it later, or "
@@ -122,4 +124,4 @@ def document_ends(state: Tensor, context: CPContext) -> Tensor:
         for index, piece in enumerate(pieces)
         if piece.stop == context.partition.document_tokens(piece.document)
     ]
-    return state[ends]
+    return torch.stack([state[index] for index in ends]) if ends else state[:0]

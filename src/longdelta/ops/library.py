@@ -76,10 +76,10 @@ class Inputs(NamedTuple):
     backend: str
 
     @property
-    def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The inputs that can have a gradient."""
-        raw = (self.A_log, self.dt_bias, self.initial_state)
-        return (self.q, self.k, self.v, self.g, self.beta, *raw)
+    def by_gradient(self) -> tuple[Tensor | None, ...]:
+        """The inputs that can have a gradient, in the order of the backward's results."""
+        optional = (self.initial_state, self.A_log, self.dt_bias)
+        return (self.q, self.k, self.v, self.g, self.beta, *optional)
 
     @property
     def documents(self) -> int:
@@ -112,11 +112,9 @@ class Inputs(NamedTuple):
 
     def new_gradients(self) -> list[Tensor]:
         """Unwritten gradients, in the schema's order; empty for inputs that were not given."""
-        given = (self.q, self.k, self.v, self.g, self.beta)
-        optional = (self.initial_state, self.A_log, self.dt_bias)
-        found = [x.new_empty(x.shape) for x in given]
-        found += [self.q.new_empty([0]) if x is None else x.new_empty(x.shape) for x in optional]
-        return found
+        return [
+            self.q.new_empty([0]) if x is None else x.new_empty(x.shape) for x in self.by_gradient
+        ]
 
     def k_first(self, state: Tensor | None) -> Tensor | None:
         """A state as [., HV, K, V]."""
@@ -178,7 +176,7 @@ def _without_autocast(q: Tensor) -> torch.autocast:
 
 def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = Inputs(*arguments)
-    refuse_forward_mode(*inputs.differentiable)
+    refuse_forward_mode(*inputs.by_gradient)
     machine = inputs.machine()
     o, final_state, saved = inputs.new_outputs()
     state = inputs.k_first(final_state) if inputs.output_final_state else None
@@ -199,7 +197,7 @@ def _backward_impl(
     do: Tensor | None, d_final_state: Tensor | None, saved: Tensor, *arguments: Any
 ) -> list[Tensor]:
     inputs = Inputs(*arguments)
-    refuse_forward_mode(do, d_final_state, *inputs.differentiable)
+    refuse_forward_mode(do, d_final_state, *inputs.by_gradient)
     cotangents = _backward.Cotangents(
         do=None if do is None else do.flatten(0, 1), d_final_state=inputs.k_first(d_final_state)
     )
@@ -209,13 +207,13 @@ def _backward_impl(
         )
     d_initial_state = inputs.k_first(found.d_initial_state)
     values = [found.dq, found.dk, found.dv, found.dg, found.dbeta, d_initial_state]
-    results = inputs.new_gradients()
-    for result, value in zip(results, [*values, found.dA_log, found.ddt_bias], strict=True):
-        if value is not None and result.shape != (0,):
-            result.copy_(value.reshape(result.shape))
-        elif result.numel():
-            result.zero_()
-    return results
+    values += [found.dA_log, found.ddt_bias]
+    return [
+        inputs.q.new_empty([0])
+        if given is None or value is None
+        else value.reshape(given.shape).to(given.dtype).contiguous()
+        for given, value in zip(inputs.by_gradient, values, strict=True)
+    ]
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -82,7 +82,8 @@ def support(
 
 
 @lru_cache(maxsize=256)
-def _selected(device: torch.device, dtype: torch.dtype, K: int, V: int, backend: str) -> str:
+def selected(device: torch.device, dtype: torch.dtype, K: int, V: int, backend: str) -> str:
+    """Name of the backend that runs; says once where a GPU does not get its fast one."""
     found = support(device=device, dtype=dtype, head_k_dim=K, head_v_dim=V, backend=backend)
     if backend == "auto" and device.type == "cuda" and found.backend != "gluon":
         _say_once(found.backend, found.reasons["gluon"])
@@ -94,11 +95,7 @@ def _say_once(backend: str, reason: str) -> None:
     warnings.warn(f"longdelta runs its {backend} backend: gluon {reason}", stacklevel=2)
 
 
-def selected(device: torch.device, dtype: torch.dtype, K: int, V: int, backend: str) -> str:
-    """Name of the backend that runs; says once where a GPU does not get its fast one."""
-    return _selected(device, dtype, K, V, backend)
-
-
+@lru_cache(maxsize=8)
 def stages(name: str) -> Backend:
     """The stages of a backend."""
     if name == "gluon":

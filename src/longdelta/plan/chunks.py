@@ -161,6 +161,12 @@ def splits_documents(documents: int, HV: int, deterministic: bool) -> bool:
     return deterministic or documents * HV < FAST_TASKS
 
 
+def _on_grid(left: int, right: int) -> list[int]:
+    """Lengths of the chunks of tokens [left, right) of a document: Note [Grid]."""
+    cuts = [left, *range(left - left % CHUNK + CHUNK, right, CHUNK), right]
+    return [stop - start for start, stop in pairwise(cuts)]
+
+
 def walk(
     cu_seqlens: Sequence[int],
     HV: int,
@@ -205,11 +211,10 @@ def walk(
         edges = [fragment.offset, *(c for c in cuts if fragment.offset < c < fragment.stop)]
         for left, right in zip(edges, [*edges[1:], fragment.stop], strict=True):
             first_chunk = len(chunk_row)
-            for token in range(left - left % CHUNK, right, CHUNK):
-                first, last = max(token, left), min(token + CHUNK, right)
+            for length_of_chunk in _on_grid(left, right):
                 chunk_row.append(row)
-                chunk_length.append(last - first)
-                row += last - first
+                chunk_length.append(length_of_chunk)
+                row += length_of_chunk
             enter = borders.setdefault((document, left), len(borders)) if left else -1
             leave = borders.setdefault((document, right), len(borders)) if right < length else -1
             middle = enter >= 0 and leave >= 0

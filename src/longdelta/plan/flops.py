@@ -122,7 +122,7 @@ _TENSORS = {
     "adjoint_summarize": "q k do beta G Z dS_border",
     "adjoint_fold": "M dS_border dS_border",
     "adjoint_scan": "q k do beta G Z dS_border dS dR",
-    "gradients": "q k do beta G S Uh dS dR dq dk dv dbeta dg",
+    "gradients": "q k do g beta G S Uh dS dR dq dk dv dbeta dg",
 }
 """What each stage reads and writes; `tapes` is scan without o, adjoint_fold is fold with M^T."""
 
