@@ -6,6 +6,8 @@ WORKERS ?= 2
 CPU_TORCH ?= torch==2.13.0
 # With it the Hopper kernels are compiled, though not run, by the tests of a machine without a GPU.
 CPU_TRITON ?= triton==3.6.0
+# And under the newest release, in a folder of its own (tests/kernels/test_compile.py).
+NEWEST_TRITON ?= triton==3.9.0
 # More arguments for the demo, such as ARGS="--text FILE".
 ARGS ?=
 
@@ -84,8 +86,10 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@$(PIP) --editable ".[dev]"
-	@nvidia-smi -L >/dev/null 2>&1 || $(PIP) "$(CPU_TRITON)" \
-		|| echo "No $(CPU_TRITON) for this machine: the Hopper kernels are not compiled in its tests"
+	@nvidia-smi -L >/dev/null 2>&1 \
+		|| { $(PIP) "$(CPU_TRITON)" \
+			&& $(PIP) --no-deps --upgrade --target $(VENV)/triton-newest "$(NEWEST_TRITON)"; } \
+		|| echo "No Triton for this machine: the Hopper kernels are not compiled in its tests"
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml

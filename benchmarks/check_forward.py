@@ -22,7 +22,7 @@ from longdelta.plan.tensors import Counts, shape
 from longdelta.testing.budgets import relative_l2
 
 DEVICE = torch.device("cuda")
-DTYPES = {"G": torch.float32, "Z": torch.float16, "S_border": torch.float32, "M": torch.float32}
+DTYPES = dict.fromkeys(("G", "bound", "S_border", "M"), torch.float32) | {"Z": torch.float16}
 
 
 def gates(kind: str, T: int, HV: int) -> Tensor:
@@ -100,7 +100,8 @@ class Forward:
 
     def prepare(self) -> None:
         x, held = self.x, self.held
-        self.backend.prepare(x["k"], x["g"], x["beta"], self.tables, G=held["G"], Z=held["Z"])
+        made = {n: held[n] for n in ("G", "Z", "bound")}
+        self.backend.prepare(x["k"], x["g"], x["beta"], self.tables, **made)
 
     def summarize(self) -> None:
         x, h = self.x, self.held
@@ -111,6 +112,7 @@ class Forward:
                 x["beta"],
                 h["G"],
                 h["Z"],
+                h["bound"],
                 x["initial"],
                 self.tables,
                 S_border=h["S_border"],

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from longdelta.testing.workloads import MACHINES, Machine
+
 # Several test processes share the cores: a second thread on a busy core is far slower than none.
 torch.set_num_threads(1)
 
@@ -43,11 +45,36 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OnePool(config, log)
 
 
+@pytest.fixture(params=MACHINES, ids=str)
+def machine(request: pytest.FixtureRequest) -> Machine:
+    """Where a test runs; `parametrize("machine", ..., indirect=True)` names some of them alone."""
+    return request.param
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests marked gpu where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
+    """Leaves out dtypes that a machine does not take; skips tests on a GPU where there is none."""
     skip = pytest.mark.skip(reason="no CUDA device here")
+    kept = []
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        machine, dtype = given.get("machine"), given.get("dtype")
+        if not isinstance(machine, Machine):
+            kept.append(item)
+        elif dtype is None or machine.dtype(dtype) == dtype:
+            kept.append(item)
+            if machine.device == "cuda":
+                item.add_marker("gpu")
+        if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(skip)
+    items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints what the compiler made of each kernel: tests/kernels/test_compile.py."""
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.getreports(kind)]
+    lines = [value for r in reports for name, value in r.user_properties if name == "kernel"]
+    if lines:
+        terminalreporter.section("kernels compiled for sm_90a")
+    for line in lines:
+        terminalreporter.write_line(line)

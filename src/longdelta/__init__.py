@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from longdelta import distributed, nn, reference, testing
+    from longdelta import distributed, nn, reference, runtime, testing
     from longdelta.api import chunk_gated_delta_rule, gdn_backward, gdn_forward
     from longdelta.distributed.checkpoint import checkpoint
     from longdelta.errors import InvalidInput, NotYet, UnsupportedProblem
@@ -31,7 +31,7 @@ _HOME = {
     "UnsupportedProblem": "longdelta.errors",
     "NotYet": "longdelta.errors",
 }
-_MODULES = ("distributed", "nn", "reference", "testing")
+_MODULES = ("distributed", "nn", "reference", "runtime", "testing")
 
 __all__ = [
     "InvalidInput",
@@ -46,6 +46,7 @@ __all__ = [
     "gdn_forward",
     "nn",
     "reference",
+    "runtime",
     "support",
     "testing",
 ]

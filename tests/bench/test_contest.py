@@ -13,7 +13,7 @@ from longdelta.bench.accuracy import fingerprint
 from longdelta.bench.contest import captured, measured_ops
 from longdelta.bench.results import Record, read_csv
 from longdelta.bench.run import Run
-from longdelta.bench.timing import Slot, palindromes
+from longdelta.bench.timing import Call, Slot, palindromes
 
 from .scripted import CPU, SHORT, Scripted, arm, plan
 
@@ -87,6 +87,20 @@ def test_peer_that_fails_while_timed_keeps_its_finished_groups(tmp_path: Path) -
     peer = cell(records, "peer", "fwd")
     assert (peer.groups_ms, peer.note) == ((1.0, 1.0), "MemoryError: full")
     assert cell(records, "ours", "fwd").groups_ms == (1.0, 1.0, 1.0)
+
+
+def test_operation_that_is_too_slow_is_named_and_the_others_are_timed(tmp_path: Path) -> None:
+    class Slow(Scripted):
+        def once(self, call: Call) -> tuple[object, float]:
+            result, _ = super().once(call)
+            assert isinstance(result, tuple)
+            return result, 0.01 if len(result) == 1 else 3.0
+
+    schedule = replace(SHORT, slowest_s=0.5)
+    records = run(tmp_path, Slow(), "ours", ops=("fwd", "bwd"), schedule=schedule)
+    assert cell(records, "ours", "fwd").groups_ms == (1.0, 1.0, 1.0)
+    note = "one call takes 3 s: not timed above 0.5 s (--quick)"
+    assert (cell(records, "ours", "bwd").groups_ms, cell(records, "ours", "bwd").note) == ((), note)
 
 
 def test_wrong_peer_is_not_timed_and_its_error_is_shown(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,8 @@ def test_command_rebuilds_a_report_and_refuses_an_empty_folder(tmp_path: Path) -
     done = CliRunner().invoke(app, ["bench", "report", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "report.md").exists()
+
+
+def test_no_row_begins_after_the_given_minutes(tmp_path: Path) -> None:
+    given = replace(plan(tmp_path, arm("ours")), minutes=0.0)
+    assert Run(given, CPU, Scripted()).all() == []

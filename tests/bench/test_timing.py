@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from longdelta.bench.problem import Place
@@ -49,8 +51,28 @@ def test_full_schedule_is_the_seeds_protocol() -> None:
 def test_quick_schedule_calls_a_slow_arm_less_often() -> None:
     assert QUICK.groups < FULL.groups
     assert QUICK.iterations(1e-4) == (10, 12)
-    assert QUICK.iterations(0.2) == (2, 5)
+    assert QUICK.iterations(0.04) == (2, 5)
     assert QUICK.iterations(60.0) == (1, 3)
+
+
+def test_quick_schedule_leaves_out_what_is_too_slow_and_says_so() -> None:
+    assert QUICK.too_slow(0.2) == FULL.too_slow(100.0) == ""
+    assert QUICK.too_slow(1.25).startswith("one call takes 1.2 s: not timed above 0.25 s")
+
+
+def test_timer_holds_one_result_at_a_time() -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def call() -> torch.Tensor:
+        assert all(each() is None for each in held)
+        result = torch.zeros(4)
+        held.append(weakref.ref(result))
+        return result
+
+    result, _ = DeviceTimer(Place(torch.device("cpu")), 16).measure(
+        call, Slot("", "", "", "", 0), 2, 3
+    )
+    assert result is held[-1]()
 
 
 def test_timer_runs_warmup_and_timed_iterations_and_returns_the_last_result() -> None:

@@ -2,20 +2,31 @@
 
 import io
 import platform
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 import longdelta
 from longdelta.cli import doctor
-from longdelta.cli.doctor import run_doctor
+from longdelta.cli.doctor import run_compile, run_doctor
+from longdelta.cli.main import app
+from longdelta.runtime import toolchain
 
 
 def printed() -> str:
     out = io.StringIO()
     run_doctor(Console(file=out, width=200))
     return " ".join(out.getvalue().split())
+
+
+def compiled() -> tuple[bool, str]:
+    out = io.StringIO()
+    good = run_compile(Console(file=out, width=200))
+    return good, " ".join(out.getvalue().split())
 
 
 def test_doctor_prints_the_versions_that_run_here() -> None:
@@ -39,3 +50,44 @@ def test_doctor_says_that_a_package_is_not_installed(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", absent)
     assert "triton │ not installed" in printed()
+
+
+@pytest.mark.parametrize(("version", "advice"), [((12, 8, 93), True), ((13, 5, 37), False)])
+def test_doctor_names_the_ptxas_and_advises_a_newer_one_where_it_is_old(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: tuple[int, ...], advice: bool
+) -> None:
+    found = toolchain.Ptxas(tmp_path, version, "longdelta[ptxas]")
+    monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(toolchain, "ptxas", lambda: found)
+    assert f"{'.'.join(map(str, version))} (longdelta[ptxas])" in printed()
+    assert ("pip install 'longdelta[ptxas]'" in printed()) is advice
+
+
+def test_doctor_compile_says_plainly_that_triton_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(toolchain, "triton_version", lambda: None)
+    assert compiled() == (
+        False,
+        "Triton is not installed: the Hopper kernels cannot be compiled here.",
+    )
+    assert "ptxas for the kernels │ none: it comes with Triton" in printed()
+    assert CliRunner().invoke(app, ["doctor", "--compile"]).exit_code == 1
+
+
+def test_doctor_compile_prints_a_row_per_kernel_and_whether_all_are_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton", reason="no Triton here")
+    from longdelta.kernels.gluon import compile
+
+    fold = [variant for variant in compile.VARIANTS if variant.name == "fold"]
+    monkeypatch.setattr(compile, "VARIANTS", fold)
+    good, text = compiled()
+    assert good
+    assert "fold" in text
+    assert "good" in text
+    monkeypatch.setattr(compile, "VARIANTS", [replace(fold[0], products=23)])
+    good, text = compiled()
+    assert not good
+    assert "24 wgmma instead of 23" in text

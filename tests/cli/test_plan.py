@@ -110,8 +110,8 @@ def test_plan_of_many_tokens_or_fragments_walks_none_of_them(
 
     monkeypatch.setattr(cost, "walk", refused)
     print_plan(partition([0, 2**31], 2), 2, 6, console)
-    # Half of 2^25 chunks, in segments of 64.
-    assert "0 1,073,741,824 16,777,216 262,144 0[0:1073741824)" in _printed(console)
+    # Half of 2^25 chunks, in segments of 128.
+    assert "0 1,073,741,824 16,777,216 131,072 0[0:1073741824)" in _printed(console)
 
 
 def test_plan_draws_no_more_arrows_than_can_be_told_apart(

@@ -12,7 +12,7 @@ OPS = ["causal_conv1d", "chunk_gated_delta_rule", "gdn_backward", "gdn_forward"]
 QUERIES = ["bytes_needed", "support"]
 ERRORS = ["InvalidInput", "NotYet", "UnsupportedProblem"]
 TOOLS = ["checkpoint"]
-SUBMODULES = ["distributed", "nn", "reference", "testing"]
+SUBMODULES = ["distributed", "nn", "reference", "runtime", "testing"]
 
 SHAPE = re.compile(r"\[[A-Z0-9][A-Za-z0-9 ,+*/-]*\]")
 

@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "longdelta"
 STAGES = [
+    "activate",
     "prepare",
     "summarize",
     "fold",

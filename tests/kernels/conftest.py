@@ -1,4 +1,4 @@
-"""Backends and devices on which the stage tests run."""
+"""What the stage tests share."""
 
 from collections.abc import Callable
 
@@ -8,28 +8,20 @@ import torch
 from longdelta.kernels.stages import Backend
 from longdelta.ops.select import stages
 from longdelta.testing.stages import StageCase
-from longdelta.testing.workloads import MACHINES, NAMED
-
-_GPU = {"cuda": [pytest.mark.gpu], "cpu": []}
+from longdelta.testing.workloads import NAMED, Machine
 
 
-@pytest.fixture(params=[pytest.param(m, marks=_GPU[m[1]], id="-".join(m)) for m in MACHINES])
-def machine(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """(backend, device)."""
+@pytest.fixture
+def backend(machine: Machine) -> Backend:
+    return stages(machine.backend)
+
+
+@pytest.fixture(params=[torch.float64, torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
 @pytest.fixture
-def backend(machine: tuple[str, str]) -> Backend:
-    return stages(machine[0])
-
-
-@pytest.fixture(params=["float64", "float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return getattr(torch, request.param)
-
-
-@pytest.fixture
-def case_of(machine: tuple[str, str], dtype: torch.dtype) -> Callable[[str], StageCase]:
+def case_of(machine: Machine, dtype: torch.dtype) -> Callable[[str], StageCase]:
     """A named workload in this dtype on this machine."""
-    return lambda name: StageCase(NAMED[name], dtype, machine[1])
+    return lambda name: StageCase(NAMED[name], dtype, machine)

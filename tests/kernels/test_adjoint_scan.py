@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from longdelta.testing.stages import run_stage
-from longdelta.testing.workloads import NAMED, expected
+from longdelta.testing.workloads import NAMED
 
 
 def operands(case, cotangent):
@@ -34,11 +34,13 @@ def test_adjoint_scan_gives_the_references_tapes_and_state_gradients(backend, ca
 
 
 @pytest.mark.parametrize("name", ["model", "strong_20", "strong_120"])
-def test_adjoint_scan_gives_the_references_tapes_under_strong_decay(backend, case_of, name):
+def test_adjoint_scan_gives_the_references_tapes_under_strong_decay(
+    backend, machine, case_of, name
+):
     case = case_of(name)
     outputs = case.poisoned("dS", "dR", "d_initial_state")
     run_stage(backend.adjoint_scan, *operands(case, case.d_final_state), **outputs)
-    mild = expected(NAMED["mild"]).d_initial_state
+    mild = machine.expected(NAMED["mild"]).d_initial_state
     case.check({"d_initial_state": mild}, **outputs)
 
 

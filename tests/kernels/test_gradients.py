@@ -1,7 +1,7 @@
 import pytest
 
 from longdelta.testing.stages import run_stage
-from longdelta.testing.workloads import NAMED, expected
+from longdelta.testing.workloads import NAMED
 
 OUTPUTS = ("dq", "dk", "dv", "dg", "dbeta")
 
@@ -33,11 +33,11 @@ def test_gradients_match_the_reference_and_write_every_row(backend, case_of, nam
 
 @pytest.mark.parametrize("name", ["model", "strong_6", "strong_20", "strong_120", "reset"])
 def test_gradients_match_the_reference_under_strong_decay_relative_to_a_mild_gate_gradient(
-    backend, case_of, name
+    backend, machine, case_of, name
 ):
     case = case_of(name)
     outputs = run_stage(backend.gradients, *operands(case), **case.poisoned(*OUTPUTS))
-    case.check({"dg": expected(NAMED["mild"]).dg}, **outputs)
+    case.check({"dg": machine.expected(NAMED["mild"]).dg}, **outputs)
 
 
 @pytest.mark.parametrize("name", ["strong_120", "reset"])

@@ -59,14 +59,12 @@ def strided(kind, x):
 
 @pytest.mark.parametrize("kind", ["split_view", "heads_outside", "last_stride_two"])
 def test_strided_inputs_and_cotangents_give_the_bits_of_contiguous_ones(machine, kind):
-    backend, device = machine
     work = NAMED["split_documents"]  # several heads: with one, any order of axes is contiguous
-    inputs = work.inputs(torch.float32, device)
-    cotangents = work.cotangents(torch.float32, device)
+    inputs, cotangents = machine.inputs(work), machine.cotangents(work)
     views = inputs.with_(**{name: strided(kind, getattr(inputs, name)) for name in LEAVES})
     d_views = Cotangents(*(strided(kind, x) for x in cotangents))
-    out = evaluate(views, d_views, backend=backend)
-    assert_bitwise(out, evaluate(inputs, cotangents, backend=backend))
+    out = machine.evaluate(views, d_views)
+    assert_bitwise(out, machine.evaluate(inputs, cotangents))
 
 
 def test_an_expanded_cotangent_gives_the_bits_of_a_written_one():
@@ -125,19 +123,16 @@ def test_checkpointing_gives_the_bits_of_a_plain_call(reentrant, save):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast_around_the_op_changes_no_bit(dtype):
-    inputs, cotangents = WORK.inputs(dtype), WORK.cotangents(dtype)
-    plain = evaluate(inputs, cotangents)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_bitwise(evaluate(inputs, cotangents), plain)
+def test_autocast_around_the_op_changes_no_bit(machine, dtype):
+    plain = machine.run(WORK, dtype)
+    with torch.autocast(machine.device, dtype=torch.bfloat16):
+        assert_bitwise(machine.run(WORK, dtype), plain)
 
 
-def test_inference_mode_gives_the_bits_of_a_plain_call():
-    plain = evaluate(WORK.inputs(torch.float32), WORK.cotangents(torch.float32))
+def test_inference_mode_gives_the_bits_of_a_plain_call(machine):
+    plain = machine.run(WORK)
     with torch.inference_mode():
-        inputs = WORK.inputs(torch.float32)
-        out = evaluate(inputs, WORK.cotangents(torch.float32), leaves=())
-    assert_bitwise(out, plain)
+        assert_bitwise(machine.run(WORK, leaves=()), plain)
 
 
 def test_boundaries_changed_between_forward_and_backward_do_not_reach_the_backward():
@@ -169,10 +164,9 @@ def explicit_options(inputs):
 
 @pytest.mark.parametrize("save", ["none", "light", "full", None])
 def test_explicit_forward_and_backward_give_the_bits_of_autograd(machine, save):
-    backend, device = machine
-    inputs = WORK.inputs(torch.bfloat16, device)
-    cotangents = WORK.cotangents(torch.bfloat16, device)
-    options = explicit_options(inputs) | {"backend": backend}
+    inputs = machine.inputs(WORK, torch.bfloat16)
+    cotangents = machine.cotangents(WORK, torch.bfloat16)
+    options = explicit_options(inputs) | {"backend": machine.backend}
     packed = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
     forward = gdn_forward(*packed, save=save or "none", **options)
     saved = None if save is None else forward.saved
@@ -180,7 +174,7 @@ def test_explicit_forward_and_backward_give_the_bits_of_autograd(machine, save):
     assert found.dA_log is None
     assert found.ddt_bias is None
     out = Results(forward.o, forward.final_state, *found[:6])
-    assert_bitwise(out, evaluate(inputs, cotangents, backend=backend))
+    assert_bitwise(out, machine.evaluate(inputs, cotangents))
 
 
 def test_explicit_backward_takes_missing_cotangents_and_raw_inputs():

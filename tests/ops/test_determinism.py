@@ -1,4 +1,4 @@
-"""The promise of `deterministic=True`, bit by bit, on the CPU."""
+"""The promise of `deterministic=True`, bit by bit."""
 
 import subprocess
 import sys
@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 import longdelta
 from longdelta import arguments
-from longdelta.testing.budgets import EAGER
 from longdelta.testing.workloads import (
+    BITS_BY_DOCUMENT,
     LEAVES,
+    MACHINES,
     NAMED,
     Cotangents,
     Inputs,
+    Machine,
     Results,
     Workload,
     assert_bitwise,
@@ -33,11 +35,16 @@ POOL = Workload(
     lengths=(1, 63, 64, 65, 200, 700, 1300), gates="slow", betas="small", H=2, HV=4, tail=0
 )
 """Documents with no, one and several borders; each packing below takes some of them."""
+FULL = [4] * 42 + [6] + [4] * 42
+"""Enough work beside the long document for the fast mode to cut it in longer segments."""
 
 
-def packed(documents: list[int], dtype: torch.dtype, tail: int) -> tuple[Inputs, Cotangents]:
+def packed(
+    documents: list[int], dtype: torch.dtype, tail: int, machine: Machine = MACHINES[0]
+) -> tuple[Inputs, Cotangents]:
     """These documents of the pool, in this order, and some rows of none."""
-    inputs, cotangents = POOL.inputs(dtype), POOL.cotangents(dtype)
+    work, dtype = machine.fit(POOL), machine.dtype(dtype)
+    inputs, cotangents = work.inputs(dtype), work.cotangents(dtype)
     rows = [torch.arange(POOL.offsets[n], POOL.offsets[n + 1]) for n in documents]
     rows = torch.cat([*rows, torch.zeros(tail, dtype=torch.int64)])
     offsets = [0, *accumulate(POOL.lengths[n] for n in documents)]
@@ -58,6 +65,13 @@ def document_of(found: Results, offsets: torch.Tensor, index: int) -> Results:
             for name, x in found._asdict().items()
         )
     )
+
+
+def forward_of(found: Results, machine: Machine) -> Results:
+    """What of the results keeps the promise: adjoint stages are eager ones on a GPU too."""
+    if machine.device == "cpu":
+        return found
+    return Results(found.o, found.final_state, *(None,) * (len(found) - 2))
 
 
 _alone: dict[tuple[int, torch.dtype], Results] = {}
@@ -82,12 +96,14 @@ def test_a_documents_bits_do_not_depend_on_what_else_is_packed(dtype, documents,
 
 
 @DTYPES
-def test_a_long_document_keeps_its_bits_among_forty_short_ones(dtype):
+@pytest.mark.parametrize("machine", BITS_BY_DOCUMENT, indirect=True, ids=str)
+def test_a_long_document_keeps_its_bits_among_forty_short_ones(machine, dtype):
     # Enough tasks that the fast mode would no longer split the long document.
     documents = [1] * 20 + [6] + [2] * 20
-    inputs, cotangents = packed(documents, dtype, 3)
-    part = document_of(evaluate(inputs, cotangents), inputs.cu_seqlens, 20)
-    assert_bitwise(part, alone(6, dtype))
+    inputs, cotangents = packed(documents, dtype, 3, machine)
+    part = document_of(machine.evaluate(inputs, cotangents), inputs.cu_seqlens, 20)
+    one = machine.evaluate(*packed([6], dtype, 0, machine))
+    assert_bitwise(forward_of(part, machine), forward_of(one, machine))
 
 
 @DTYPES
@@ -103,10 +119,8 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype):
 
 @DTYPES
 @pytest.mark.parametrize("name", ["split_groups", "split_model", "mild"])
-def test_bits_do_not_depend_on_the_run(dtype, name):
-    work = NAMED[name]
-    found = [evaluate(work.inputs(dtype), work.cotangents(dtype)) for _ in range(2)]
-    assert_bitwise(*found)
+def test_bits_do_not_depend_on_the_run(machine, dtype, name):
+    assert_bitwise(*(machine.run(NAMED[name], dtype) for _ in range(2)))
 
 
 def test_bits_do_not_depend_on_the_process():
@@ -134,42 +148,38 @@ def test_bits_do_not_depend_on_the_process():
 
 @DTYPES
 @pytest.mark.parametrize("name", ["split_groups", "split_reset", "mild"])
-def test_bits_do_not_depend_on_the_save_mode(dtype, name):
-    work = NAMED[name]
+def test_bits_do_not_depend_on_the_save_mode(machine, dtype, name):
     modes = ("none", "light", "full", "auto")
-    found = [evaluate(work.inputs(dtype), work.cotangents(dtype), save=mode) for mode in modes]
+    found = [machine.run(NAMED[name], dtype, save=mode) for mode in modes]
     for other in found[1:]:
         assert_bitwise(other, found[0])
 
 
 @DTYPES
-def test_bits_do_not_depend_on_whether_a_gradient_is_asked_for(dtype):
+def test_bits_do_not_depend_on_whether_a_gradient_is_asked_for(machine, dtype):
     work = NAMED["split_groups"]
-    inputs, cotangents = work.inputs(dtype), work.cotangents(dtype)
-    whole = evaluate(inputs, cotangents)
+    inputs, cotangents = machine.inputs(work, dtype), machine.cotangents(work, dtype)
+    whole = machine.evaluate(inputs, cotangents)
     for leaves in ((), ("v",), ("q", "g"), ("initial_state",)):
-        assert_bitwise(evaluate(inputs, cotangents, leaves=leaves), whole)
-    without_state = evaluate(
+        assert_bitwise(machine.evaluate(inputs, cotangents, leaves=leaves), whole)
+    without_state = machine.evaluate(
         inputs, cotangents._replace(d_final_state=None), output_final_state=False
     )
     assert torch.equal(without_state.o, whole.o)
 
 
-def test_the_fast_mode_is_run_to_run_exact_and_within_rounding_of_the_deterministic_one():
-    # 34 documents x 4 heads fill the device: the fast mode then leaves the long one whole.
-    documents = [1] * 17 + [6] + [2] * 16
-    inputs, cotangents = packed(documents, torch.float32, 0)
-    fast = [evaluate(inputs, cotangents, deterministic=False) for _ in range(2)]
+def test_the_fast_mode_is_run_to_run_exact_and_within_rounding_of_the_deterministic_one(machine):
+    inputs, cotangents = packed(FULL, torch.float32, 0, machine)
+    fast = [machine.evaluate(inputs, cotangents, deterministic=False) for _ in range(2)]
     assert_bitwise(*fast)
-    exact = evaluate(inputs, cotangents)
+    exact = machine.evaluate(inputs, cotangents)
     assert not torch.equal(fast[0].o, exact.o)
-    assert_results(fast[0], exact, EAGER)
+    assert_results(fast[0], exact, machine.budgets(POOL))
 
 
 def test_use_deterministic_algorithms_overrules_the_fast_mode_with_one_warning(monkeypatch):
     monkeypatch.setattr(arguments, "_said", set())
-    documents = [1] * 17 + [6] + [2] * 16
-    inputs, cotangents = packed(documents, torch.float32, 0)
+    inputs, cotangents = packed(FULL, torch.float32, 0)
     exact = evaluate(inputs, cotangents)
     torch.use_deterministic_algorithms(True)
     with pytest.warns(UserWarning, match="deterministic=False is overruled"):
@@ -183,10 +193,9 @@ def test_use_deterministic_algorithms_overrules_the_fast_mode_with_one_warning(m
 @pytest.mark.parametrize("save", ["none", "full"])
 def test_the_op_runs_under_use_deterministic_algorithms_with_the_same_bits(machine, save):
     # torch then fills new memory with NaN: whatever was left unwritten would show.
-    backend, device = machine
     work = replace(NAMED["split_groups"], tail=70)
-    inputs, cotangents = work.inputs(torch.float32, device), work.cotangents(torch.float32, device)
-    before = evaluate(inputs, cotangents, backend=backend, save=save)
+    inputs, cotangents = machine.inputs(work), machine.cotangents(work)
+    before = machine.evaluate(inputs, cotangents, save=save)
     # On a GPU torch would raise for matrix products unless cuBLAS is configured from outside.
-    torch.use_deterministic_algorithms(True, warn_only=device == "cuda")
-    assert_bitwise(evaluate(inputs, cotangents, backend=backend, save=save), before)
+    torch.use_deterministic_algorithms(True, warn_only=machine.device == "cuda")
+    assert_bitwise(machine.evaluate(inputs, cotangents, save=save), before)

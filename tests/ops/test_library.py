@@ -14,7 +14,9 @@ from longdelta.arguments import inputs_of
 from longdelta.plan.tensors import saved_bytes
 from longdelta.testing.workloads import (
     LEAVES,
+    MACHINES,
     NAMED,
+    Machine,
     Results,
     Workload,
     assert_bitwise,
@@ -128,9 +130,9 @@ def bare(q, k, v, g, beta, initial_state, cu_seqlens):
     )
 
 
-def both_ways(function, work: Workload) -> Results:
+def both_ways(function, work: Workload, machine: Machine = MACHINES[0]) -> Results:
     """Outputs and gradients of a function with op's signature."""
-    x, cotangents = work.inputs(torch.float32), work.cotangents(torch.float32)
+    x, cotangents = machine.inputs(work), machine.cotangents(work)
     leaves = [getattr(x, name).clone().requires_grad_() for name in LEAVES]
     outputs = function(*leaves, x.cu_seqlens)
     found = torch.autograd.grad(outputs, leaves, cotangents)
@@ -144,10 +146,11 @@ SHAPES = [
 ]
 
 
-def test_a_compiled_call_gives_the_bits_of_an_eager_one_for_every_shape(compiled):
-    function, counter = compiled(op)
+def test_a_compiled_call_gives_the_bits_of_an_eager_one_for_every_shape(machine, compiled):
+    function, counter = compiled(op)  # backend "auto": the machine's where it takes the problem
     for work in SHAPES:
-        assert_bitwise(both_ways(function, work), both_ways(op, work))
+        found = both_ways(function, work, machine)
+        assert_bitwise(found, both_ways(op, work, machine))
     assert counter.frame_count <= 2
 
 

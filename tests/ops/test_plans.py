@@ -35,8 +35,7 @@ def run(cu_seqlens, **options):
 def test_int32_int64_and_the_host_copy_give_the_same_bits(machine):
     backend, device = machine
     offsets = torch.tensor(WORK.offsets)
-    inputs = WORK.inputs(torch.float32, device)
-    cotangents = WORK.cotangents(torch.float32, device)
+    inputs, cotangents = machine.inputs(WORK), machine.cotangents(WORK)
     ref = evaluate(inputs, cotangents, backend=backend)
     for x, host in (
         (offsets.to(device), None),

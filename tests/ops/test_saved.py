@@ -5,10 +5,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longdelta import gdn_forward
+from longdelta.kernels import eager
 from longdelta.ops import saved as saved_module
 from longdelta.ops.saved import Sizes
 from longdelta.plan.chunks import walk
-from longdelta.plan.tensors import Counts, saved_bytes, workspace_bytes
+from longdelta.plan.tensors import ACTIVATED, Counts, saved_bytes, workspace_bytes
 from longdelta.testing.workloads import NAMED, Workload, evaluate
 
 WORK = NAMED["split_groups"]
@@ -51,6 +52,33 @@ def test_the_workspace_has_the_bytes_that_the_plan_states(buffers, save):
     counts = Counts.of(walk(WORK.offsets, WORK.HV, rows=WORK.rows))
     assert counts.maps > 0
     assert tuple(buffers) == workspace_bytes(counts, save=save, **DIMS)
+
+
+def test_raw_inputs_are_made_ready_in_the_workspace(buffers):
+    inputs = WORK.inputs(torch.bfloat16)
+    inputs = inputs.with_(g=inputs.g.bfloat16())
+    options = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    evaluate(inputs, WORK.cotangents(torch.bfloat16), save="light", **options)
+    counts = Counts.of(walk(WORK.offsets, WORK.HV, rows=WORK.rows))
+    assert tuple(buffers) == workspace_bytes(
+        counts, save="light", T=WORK.rows, H=WORK.H, activated=ACTIVATED, **DIMS
+    )
+
+
+@pytest.mark.parametrize("stage", ["prepare", "scan"])
+def test_ready_inputs_reach_the_stages_in_place(monkeypatch, stage):
+    inputs, addresses = WORK.inputs(torch.bfloat16), []
+    original = getattr(eager, stage)
+
+    def seen(*arguments, **outputs):
+        addresses.extend(x.data_ptr() for x in arguments if isinstance(x, torch.Tensor))
+        original(*arguments, **outputs)
+
+    monkeypatch.setattr(eager, stage, seen)
+    x = inputs
+    gdn_forward(x.q, x.k, x.v, x.g, x.beta, cu_seqlens=x.cu_seqlens)
+    names = {"prepare": ("k", "g", "beta"), "scan": ("q", "k", "v", "beta")}[stage]
+    assert addresses[: len(names)] == [getattr(x, name).data_ptr() for name in names]
 
 
 class Largest(TorchDispatchMode):

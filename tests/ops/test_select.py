@@ -1,11 +1,17 @@
 """Which backend runs, and why the others do not."""
 
+import warnings
+
 import pytest
 import torch
 
 from longdelta import InvalidInput, UnsupportedProblem, support
 from longdelta.kernels import eager
-from longdelta.ops.select import stages
+from longdelta.ops import select, self_test
+from longdelta.ops.select import selected, stages
+from longdelta.runtime.toolchain import TRITON_CHECKED
+
+CUDA = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -31,3 +37,70 @@ def test_support_refuses_an_unknown_backend_by_name():
 
 def test_stages_of_the_eager_backend_are_its_module():
     assert stages("eager") is eager
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if there were a Hopper GPU on which everything is as it must be."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(select, "triton_version", lambda: f"{TRITON_CHECKED[0]}.0")
+    monkeypatch.setattr(self_test, "fault", lambda device: None)
+    for cached in (selected, select._say_once):
+        cached.cache_clear()
+    yield
+    for cached in (selected, select._say_once):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("release", TRITON_CHECKED)
+def test_support_takes_every_release_of_triton_that_was_checked(hopper, monkeypatch, release):
+    monkeypatch.setattr(select, "triton_version", lambda: f"{release}.7")
+    assert support(device=CUDA).backend == "gluon"
+
+
+WHY_NOT = {
+    "no Triton": (select, "triton_version", lambda: None, "3.6, .*none is installed"),
+    "another Triton": (select, "triton_version", lambda: "3.5.1", r"3.6, .*3.9 .*found 3\.5\.1"),
+    "another GPU": (torch.cuda, "get_device_capability", lambda device: (8, 0), "NVIDIA A100"),
+    "a failed test": (self_test, "fault", lambda device: "failed its self-test", "self-test"),
+}
+
+
+@pytest.mark.parametrize(("where", "name", "value", "reason"), WHY_NOT.values(), ids=WHY_NOT)
+def test_auto_says_once_why_it_leaves_gluon_and_gluon_by_name_raises_it(
+    hopper, monkeypatch, where, name, value, reason
+):
+    monkeypatch.setattr(where, name, value)
+    with pytest.warns(UserWarning, match=f"runs its eager backend: gluon .*{reason}"):
+        assert selected(CUDA, torch.bfloat16, 128, 128, "auto") == "eager"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert selected(CUDA, torch.bfloat16, 128, 128, "auto") == "eager"
+        assert selected(CUDA, torch.bfloat16, 128, 128, "eager") == "eager"
+    with pytest.raises(UnsupportedProblem, match=f"{reason}.*Use backend='auto' or 'eager'"):
+        selected(CUDA, torch.bfloat16, 128, 128, "gluon")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "K", "reason"),
+    [(torch.float16, 128, "takes bfloat16.*float16"), (torch.bfloat16, 64, "found K = 64")],
+)
+def test_auto_says_which_dtype_and_heads_gluon_takes(hopper, dtype, K, reason):
+    with pytest.warns(UserWarning, match=reason):
+        assert selected(CUDA, dtype, K, 128, "auto") == "eager"
+
+
+def test_auto_takes_gluon_without_a_word_where_it_applies(hopper):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert selected(CUDA, torch.bfloat16, 128, 128, "auto") == "gluon"
+        assert selected(CUDA, torch.bfloat16, 128, 128, "gluon") == "gluon"
+
+
+def test_nothing_is_said_on_a_cpu():
+    selected.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert selected(torch.device("cpu"), torch.bfloat16, 128, 128, "auto") == "eager"

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from longdelta import chunk_gated_delta_rule
-from longdelta.testing.budgets import EAGER, FLOAT64, assert_within
+from longdelta.testing.budgets import EAGER, FLOAT64, assert_within, budget
 from longdelta.testing.workloads import (
+    MACHINES,
     NAMED,
     Cotangents,
     Workload,
+    assert_bitwise,
     assert_results,
     evaluate,
     expected,
@@ -20,6 +22,7 @@ from longdelta.testing.workloads import (
 VANISHING = ("dg", "d_initial_state")
 """Under strong gates these are all but zero: compared to their size in a mild run."""
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+ANY_DIMS = [machine for machine in MACHINES if machine.takes_any_dims]
 MILD = [
     "mild",
     "no_decay",
@@ -27,6 +30,7 @@ MILD = [
     "beta_one",
     "beta_up_to_two",
     "correlated_keys",
+    "nearly_equal_keys",
     "groups_of_one",
     "groups_of_three",
     "one_chunk",
@@ -41,65 +45,88 @@ STRONG = ["model", "strong_6", "strong_20", "strong_120", "reset", "split_model"
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MILD)
-def test_op_matches_the_recurrence_in_every_dtype(run, name, dtype):
-    assert_results(run(NAMED[name], dtype), expected(NAMED[name], dtype), EAGER)
+def test_op_matches_the_recurrence_in_every_dtype(machine, name, dtype):
+    work = NAMED[name]
+    found = machine.run(work, dtype)
+    assert_results(found, machine.expected(work, dtype), machine.budgets(work))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", STRONG)
-def test_op_matches_the_recurrence_under_strong_decay(run, name, dtype):
+def test_op_matches_the_recurrence_under_strong_decay(machine, name, dtype):
     work = NAMED[name]
-    mild = expected(replace(work, gates="mild"), dtype)
-    out = run(work, dtype)
-    assert_results(out, expected(work, dtype), EAGER, scale=mild, vanishing=VANISHING)
+    mild = machine.expected(replace(work, gates="mild"), dtype)
+    out, ref = machine.run(work, dtype), machine.expected(work, dtype)
+    assert_results(out, ref, machine.budgets(work), scale=mild, vanishing=VANISHING)
 
 
-@pytest.mark.parametrize("gate", [-5.545, -88.0, -1e4])
-def test_op_stays_finite_and_exact_for_any_constant_gate(run, gate):
+@pytest.mark.parametrize("gate", [-1.0, -5.545, -10.0, -88.0, -1e4])
+def test_op_stays_finite_and_exact_for_any_constant_gate(machine, gate):
     # Around the places where rescaled exponents of other schemes overflow.
     work = Workload(gates=gate)
-    mild = expected(Workload(), torch.float32)
-    out = run(work, torch.float32)
-    assert_results(out, expected(work, torch.float32), EAGER, scale=mild, vanishing=VANISHING)
+    out, ref, mild = machine.run(work), machine.expected(work), machine.expected(Workload())
+    assert_results(out, ref, machine.budgets(work), scale=mild, vanishing=VANISHING)
+
+
+def test_op_takes_a_gate_of_minus_zero_for_none_bitwise(machine):
+    work = Workload(lengths=(7, 50, 64, 129), gates=0.0, tail=0)
+    inputs, cotangents = machine.inputs(work), machine.cotangents(work)
+    negative = machine.evaluate(inputs.with_(g=-inputs.g), cotangents)
+    assert_bitwise(negative, machine.evaluate(inputs, cotangents))
 
 
 def test_op_matches_the_recurrence_where_gates_alternate_between_none_and_strong(machine):
-    work = Workload(tail=0)
-    backend, device = machine
-    inputs, cotangents = work.inputs(torch.float32), work.cotangents(torch.float32)
-    g = torch.zeros_like(inputs.g)
-    g[:, 1::2] = -20.0
-    inputs = inputs.with_(g=g)
+    work = machine.fit(Workload(tail=0))
+    inputs, cotangents = machine.inputs(work), machine.cotangents(work)
+    inputs.g[:] = 0
+    inputs.g[:, 1::2] = -20.0
     ref = reference_results(inputs, cotangents, scale=work.scale, offsets=work.offsets)
-    moved = Cotangents(*(x.to(device) for x in cotangents))
-    out = evaluate(inputs.to(device), moved, backend=backend)
-    mild = expected(work, torch.float32)
-    assert_results(out, ref, EAGER, scale=mild, vanishing=VANISHING)
+    out, mild = machine.evaluate(inputs, cotangents), machine.expected(work)
+    assert_results(out, ref, machine.budgets(work), scale=mild, vanishing=VANISHING)
 
 
-def test_op_decays_before_it_corrects_and_reads_after_it_writes():
-    # By hand, K = V = 1, k = q = 1, beta = 1/2, scale = 1, from a state of 8:
+def test_op_decays_before_it_corrects_and_reads_after_it_writes(machine):
+    # By hand, in one dimension of K and V, k = q = 1, beta = 1/2, scale = 1, from a state of 8:
     #   P = 8 / 2 = 4, u = (2 - 4) / 2 = -1, S = 3, o = 3; then P = 1.5, u = (6.5 - 1.5) / 2, S = 4
-    half = torch.tensor(0.5, dtype=torch.float64)
-    ones = torch.ones(1, 2, 1, 1, dtype=torch.float64)
-    v = torch.tensor([2.0, 6.5], dtype=torch.float64).view(1, 2, 1, 1)
-    g, beta = half.log().expand(1, 2, 1), half.expand(1, 2, 1)
-    state = torch.full((1, 1, 1, 1), 8.0, dtype=torch.float64)
+    work = Workload(lengths=(2,), H=1, HV=1, K=1, V=1, tail=0)
+    x = machine.inputs(work, torch.float64)
+    hand = [torch.zeros_like(y) for y in (x.q, x.v, x.initial_state)]
+    key, value, state = hand
+    key[..., 0], state[..., 0, 0] = 1, 8
+    value[0, 0, 0, 0], value[0, 1, 0, 0] = 2, 6.5
+    half = torch.full_like(x.beta, 0.5)
     o, final_state = chunk_gated_delta_rule(
-        ones, ones, v, g, beta, initial_state=state, output_final_state=True
+        *(key, key, value, half.log(), half),
+        scale=1.0,
+        initial_state=state,
+        output_final_state=True,
+        backend=machine.backend,
     )
     hand = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    assert_within("o", o.flatten(), hand, FLOAT64)
-    assert_within("final_state", final_state.flatten(), hand[1:], FLOAT64)
+    exact = FLOAT64 if machine.takes_any_dims else 1e-6
+    assert_within("o", o[0, :, 0, 0], hand, exact)
+    assert_within("final_state", final_state[0, 0, 0, :1], hand[1:], exact)
+    assert not o[..., 1:].any()
 
 
-def test_op_keeps_its_digits_through_thousands_of_reflections():
+def test_op_keeps_its_digits_through_thousands_of_reflections(machine):
     # beta near 2: the rule hardly contracts, and errors would pile up.
-    work = Workload(lengths=(2500,), gates=-1e-3, H=1, HV=2, K=16, V=8, tail=0)
-    inputs, cotangents = work.inputs(torch.float32), work.cotangents(torch.float32)
-    inputs = inputs.with_(beta=2 * torch.sigmoid(3 + torch.randn_like(inputs.beta)))
-    ref = reference_results(inputs, cotangents, scale=work.scale, offsets=work.offsets)
-    assert_results(evaluate(inputs, cotangents), ref, EAGER)
+    work = Workload(lengths=(4096,), gates=-1e-3, betas="near_two", H=1, HV=2, K=16, V=8, tail=0)
+    assert_results(machine.run(work), machine.expected(work), machine.budgets(work))
+
+
+def test_op_takes_keys_of_any_length(machine):
+    # The rule then grows by up to |k|^2 a token: 4 tokens stay in the range, 1,024 do not.
+    few = Workload(lengths=(4,), keys="raw", tail=0)
+    o = machine.run(few).o
+    assert_within("o", o, machine.expected(few).o, budget(machine.budgets(few), "o", o.dtype))
+    many = Workload(lengths=(1024, 70), tail=0)
+    inputs, cotangents = machine.inputs(many), machine.cotangents(many)
+    clean = machine.evaluate(inputs, cotangents)
+    inputs.k[:, :1024] *= 12
+    wild = machine.evaluate(inputs, cotangents)
+    assert torch.equal(wild.o[:, 1024:], clean.o[:, 1024:])
+    assert torch.equal(wild.final_state[1], clean.final_state[1])
 
 
 def test_op_takes_large_values_in_float16():
@@ -169,10 +196,11 @@ def test_op_matches_the_recurrence_for_many_heads_where_long_documents_are_split
     )
 
 
+@pytest.mark.parametrize("machine", ANY_DIMS, indirect=True, ids=str)
 @pytest.mark.parametrize("dims", [(1, 1), (3, 64), (64, 3), (17, 33)], ids=str)
-def test_op_takes_any_key_and_value_dim(run, dims):
+def test_op_takes_any_key_and_value_dim(machine, dims):
     work = Workload(K=dims[0], V=dims[1], betas="small" if dims[0] == 1 else "sigmoid")
-    assert_results(run(work, torch.float64), expected(work), EAGER)
+    assert_results(machine.run(work, torch.float64), expected(work), EAGER)
 
 
 def test_op_gives_each_gradient_in_the_dtype_of_its_input():

@@ -105,12 +105,13 @@ def test_one_device_sends_nothing_and_saves_by_mode(save: str) -> None:
     state = 6 * 128 * 128 * 4
     chunk = 6 * (128 * 128 + 64 * 128 + 64 * 64 + 64) * 4
     chunks, borders = 4096 // 64 + 1, 8
+    bounds = 7 * 256  # 6 * 4 bytes a chunk, in whole places
     assert (
         need.saved
         == {
             "none": 0,
             "light": 2 * borders * state,
-            "full": 2 * borders * state + chunks * chunk,
+            "full": 2 * borders * state + chunks * chunk + bounds,
         }[save]
     )
 
@@ -136,13 +137,26 @@ def test_exchanges_are_planned_once_for_all_ranks(monkeypatch: pytest.MonkeyPatc
 
 def test_a_batch_without_boundaries_is_its_equal_documents() -> None:
     need = bytes_needed([0, 512, 1024], num_heads=2, num_v_heads=2, save="none")
-    inverse, gates = 16 * 2 * 64 * 64 * 4, 16 * 2 * 64 * 4
-    assert need.workspace_forward == inverse + gates
+    inverse, gates, bounds = 16 * 2 * 64 * 64 * 4, 16 * 2 * 64 * 4, 256
+    assert need.workspace_forward == inverse + gates + bounds
+
+
+def test_inputs_that_come_raw_need_their_places_in_both_directions() -> None:
+    def workspaces(*activated: str, backend: str = "gluon") -> tuple[int, int]:
+        heads = {"num_heads": 2, "num_v_heads": 6}
+        need = bytes_needed([0, 512], activated=activated, backend=backend, **heads)
+        return need.workspace_forward, need.workspace_backward
+
+    plain, unit, gate = workspaces(), workspaces("q_unit", "k_unit"), workspaces("g")
+    for direction in range(2):
+        assert unit[direction] - plain[direction] == 2 * 512 * 2 * 128 * 2
+        assert gate[direction] - plain[direction] == 512 * 6 * 4
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"activated": ["v"]}, "activated must be some of q_unit, k_unit, g, beta; got 'v'"),
         ({"num_v_heads": 3, "num_heads": 2}, "num_v_heads must be a multiple of num_heads = 2"),
         ({"num_heads": 0}, "num_heads must be an integer of at least 1, got 0"),
         ({"num_heads": "1"}, "num_heads must be an integer of at least 1, got '1'"),

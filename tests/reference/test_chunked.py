@@ -33,7 +33,7 @@ class Head:
             self.leaves = [x.requires_grad_() for x in (*self.tokens, self.S_in)]
         self.q, self.k, self.v, self.g, self.beta = (x.split(64) for x in self.tokens)
         self.do = batch.do[:, 0].split(64)
-        self.G, self.Z = chunked.prepare(self.k, self.g, self.beta)
+        self.G, self.Z, self.bound = chunked.prepare(self.k, self.g, self.beta)
 
     def scan(self):
         return chunked.scan(
@@ -69,7 +69,7 @@ def test_prepare_inverts_the_triangle_without_the_gate(head):
 
 def test_prepare_floors_the_gate_before_the_sum():
     g = torch.tensor([-1.0, -torch.inf, -2.0, -88.0], dtype=torch.float64)
-    G, Z = chunked.prepare([torch.zeros(4, 2).double()], [g], [torch.ones(4).double()])
+    G, Z, _ = chunked.prepare([torch.zeros(4, 2).double()], [g], [torch.ones(4).double()])
     assert G[0].tolist() == [-1.0, -88.0, -90.0, -177.0]
     assert not Z[0].any()
 
@@ -107,13 +107,35 @@ def test_summarize_gives_the_state_itself_where_the_walk_starts_from_it(head):
 
 def test_summarize_gives_the_jacobian_of_the_recurrence(make_batch):
     head = Head(make_batch([70], "mild", "to_two", heads=(1, 1), dims=(4, 4)))
+    step = 2**20  # The rule is affine in the state: a long step leaves the difference its digits.
     columns = [
-        head.recurrence(S_in=head.S_in + row).final_state[0, 0]
+        head.recurrence(S_in=head.S_in + step * row).final_state[0, 0]
         - head.recurrence(S_in=head.S_in).final_state[0, 0]
         for row in torch.eye(4, dtype=torch.float64)[:, :, None].expand(4, 4, 4)
     ]
-    jacobian = torch.stack([x[:, 0] for x in columns], 1)
+    jacobian = torch.stack([x[:, 0] / step for x in columns], 1)
     assert_within("M", head.summarize(head.S_in).M, jacobian, FLOAT64)
+
+
+@pytest.mark.parametrize("length", [1, 2])  # of a key: at 2 a token may stretch a state
+def test_prepare_bounds_the_norm_of_the_transition_of_every_chunk(head, length):
+    k = [length * x for x in head.k]
+    G, Z, bound = chunked.prepare(k, head.g, head.beta)
+    assert len(bound) == len(k)
+    zero = torch.zeros_like(head.S_in)
+    for x in zip(k, head.v, G, Z, head.beta, bound, strict=True):
+        step = chunked.summarize(*([y] for y in x[:5]), zero)
+        assert torch.linalg.matrix_norm(step.M, 2).log() <= x[5] + 1e-9
+
+
+def test_prepare_bounds_a_token_exactly():
+    k = torch.tensor([[3.0, 4.0]]).double()
+    bounds = [
+        chunked.prepare([k], [torch.tensor([g]).double()], [torch.tensor([b]).double()]).bound
+        for g, b in ((-1.0, 0.5), (-1.0, 0.04), (-torch.inf, 0.0))
+    ]
+    expected = torch.tensor([torch.log(torch.tensor(11.5)) - 1, -1, -87]).double()
+    assert_within("bound", torch.stack([b[0] for b in bounds]), expected, 1e-7)
 
 
 def test_fold_sends_the_state_from_left_to_right():

@@ -6,6 +6,7 @@ q, k, v, a ready g and beta, and no states: not every peer has these under conte
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -63,6 +64,7 @@ class Arm:
         where: on how many ranks it makes sense.
         module: what must be importable; None: this package.
         distribution: the package's name for pip and for the version.
+        needs: another module that it imports, and what pip calls it.
         build: makes a `Runner`.
         family: the package's module that gives this arm, where it is this package or a revision.
     """
@@ -74,12 +76,14 @@ class Arm:
     module: str | None = None
     distribution: str = "longdelta"
     family: str = ""
+    needs: tuple[str, str] | None = None
 
     def missing(self) -> str:
         """Why it cannot be imported here, or nothing."""
-        if self.module is None or importlib.util.find_spec(self.module) is not None:
-            return ""
-        return f"not installed: pip install {self.distribution}"
+        own = [] if self.module is None else [(self.module, self.distribution)]
+        wanted = [*own, *([] if self.needs is None else [self.needs])]
+        absent = [name for module, name in wanted if importlib.util.find_spec(module) is None]
+        return f"not installed: pip install {' '.join(absent)}" if absent else ""
 
     def version(self) -> str:
         """Version of the package, or "" where it has none."""
@@ -239,11 +243,13 @@ def _own_arms() -> tuple[Arm, ...]:
 
 def _peers() -> tuple[Arm, ...]:
     fla, qla, gym = ("fla", "fla-core"), ("flash_qla", "flash-qla"), ("attn_gym", "attn-gym")
+    # Its Triton kernels share a file with kernels in CuTe.
+    cute = ("cutlass", "nvidia-cutlass-dsl")
     one_gpu = "FlashQLA, the whole row on one GPU"
     return (
         Arm("fla", "FLA", ONE, _on_one(_fla_op), *fla),
         Arm("flash_qla", "FlashQLA", ONE, _on_one(_flash_qla_op), *qla),
-        Arm("attn_gym", "attention-gym", ONE, _attn_gym, *gym),
+        Arm("attn_gym", "attention-gym", ONE, _attn_gym, *gym, needs=cute),
         Arm("fla_kcp", "FLA KCP", MANY, _fla_kcp, *fla),
         Arm("fla_heads", "all-to-all to heads around FLA", MANY, _by_heads(_fla_op), *fla),
         Arm("flash_qla_cp", "FlashQLA's inter-card CP", MANY, _flash_qla_cp, *qla),
@@ -294,6 +300,10 @@ def cotangent(problem: Problem, runner: Runner, do: Tensor | None = None) -> Ten
 
 
 def release(device: torch.device) -> None:
-    """Gives back cached memory, so that one arm's peak is not the next one's shortage."""
+    """Gives back cached memory, so that one arm's peak is not the next one's shortage.
+
+    An error that was caught may still hold its frames' tensors in a cycle.
+    """
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()

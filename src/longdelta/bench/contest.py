@@ -36,7 +36,7 @@ class Entry:
     do: Tensor | None = None
     note: str = ""
     first_call_s: float = 0.0
-    estimate_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
     peak_gib: float = 0.0
     errors_float64: dict[str, float] = field(default_factory=dict)
     errors_ours: dict[str, float] = field(default_factory=dict)
@@ -113,7 +113,7 @@ def captured(call: Call, pool: Any) -> Call:
     return replay
 
 
-def _launch_module(family: str) -> Any:
+def launch_module(family: str) -> Any:
     """`runtime.launch` of this package or a revision; None where it has none."""
     if not family or importlib.util.find_spec(f"{family}.runtime") is None:
         return None
@@ -190,17 +190,20 @@ class Contest:
         entry.leaves = whole_inputs(self.problem, entry.runner)
         entry.do = cotangent(self.problem, entry.runner)
         both = operation(entry, "fwdbwd")
-        _, entry.first_call_s = self.timer.once(both)
-        launch = _launch_module(entry.arm.family)
+        entry.first_call_s = self.timer.once(both)[1]
+        launch = launch_module(entry.arm.family)
         if launch is not None:
             launch.forget_records()
         held = self._memory(reset=True)
-        results, entry.estimate_s = self.timer.once(both)
+        results, seconds = self.timer.once(both)
         entry.peak_gib = collectives.highest(self._memory() - held, self.place.group) / 2**30
         if launch is not None:
             entry.launches = tuple(map(repr, launch.records()))
         entry.bits = accuracy.fingerprint(results)
         self._compare(entry, results)
+        del results
+        _, ahead = self.timer.once(operation(entry, "fwd"))
+        entry.seconds = {"fwd": ahead, "fwdbwd": seconds, "checkpointed": ahead + seconds}
 
     def _memory(self, reset: bool = False) -> float:
         device = self.place.device
@@ -267,35 +270,56 @@ class Contest:
                         self._measure(entries[name], ready, slot, last)
                 for name, results in last.items():
                     self._fingerprint(entries[name], (op, mode), results)
+                last.clear()
+        ready.clear()
         release(self.place.device)
 
     def _ready(self, ops: Sequence[str], mode: str) -> dict[tuple[str, str], Call]:
         """What can be timed: calls, or graphs of calls."""
         ready: dict[tuple[str, str], Call] = {}
-        on_gpu = self.place.device.type == "cuda"
-        for entry in self.entries:
-            # One pool an arm: its graphs never run at once; a failed capture harms no other arm.
-            pool = torch.cuda.graph_pool_handle() if mode == "replay" and on_gpu else None
-            for op in ops if entry.runner is not None else ():
-                self._prepare(entry, op, mode, pool, ready)
+        runs = [entry for entry in self.entries if entry.runner is not None]
+        # One pool an arm: its graphs never run at once; a failed capture harms no other arm.
+        graphs = mode == "replay" and self.place.device.type == "cuda"
+        pools = {e.arm.name: torch.cuda.graph_pool_handle() if graphs else None for e in runs}
+        # All forwards first: they are small, and graphs keep their memory.
+        for op in ops:
+            for entry in runs:
+                self._prepare(entry, op, mode, pools[entry.arm.name], ready)
         return ready
 
     def _prepare(
         self, entry: Entry, op: str, mode: str, pool: Any, ready: dict[tuple[str, str], Call]
     ) -> None:
-        call, key = operation(entry, op), (entry.arm.name, op)
-        if mode == "eager":
-            ready[key] = call
+        call, cell = operation(entry, op), (op, mode)
+        slow = self.schedule.too_slow(entry.seconds[op])
+        if slow:
+            entry.notes[cell] = slow
+        elif mode == "eager":
+            ready[entry.arm.name, op] = call
         elif self.place.device.type != "cuda":
-            entry.notes[op, mode] = "a CUDA graph needs a GPU"
+            entry.notes[cell] = "a CUDA graph needs a GPU"
         else:
             found: list[Call] = []
-            note = self._attempt(lambda: found.append(captured(call, pool)))
+
+            def capture() -> None:
+                if op != "fwd":
+                    self._check_room(entry)
+                found.append(captured(call, pool))
+
+            note = self._attempt(capture)
             if note:
-                entry.notes[op, mode] = f"cannot be captured: {note}"
+                entry.notes[cell] = f"cannot be captured: {note}"
                 release(self.place.device)
             else:
-                ready[key] = found[0]
+                ready[entry.arm.name, op] = found[0]
+
+    def _check_room(self, entry: Entry) -> None:
+        """Raises before a capture that would not fit: one that fails half-way is hard to undo."""
+        torch.cuda.empty_cache()
+        here = torch.cuda.mem_get_info(self.place.device)[0] / 2**30
+        free = -collectives.highest(-here, self.place.group)
+        if entry.peak_gib > free:
+            raise MemoryError(f"needs {entry.peak_gib:.1f} GiB, {free:.1f} are free")
 
     def _measure(
         self,
@@ -311,7 +335,7 @@ class Contest:
 
         def step() -> None:
             last.pop(slot.arm, None)
-            iterations = self.schedule.iterations(entry.estimate_s)
+            iterations = self.schedule.iterations(entry.seconds[slot.op])
             last[slot.arm], ms = self.timer.measure(call, slot, *iterations)
             groups[slot.group].append(ms)
 

@@ -136,9 +136,10 @@ def _time_panel(axes: Axes, records: Sequence[Record]) -> None:
         for record in mine:
             if record.documents == 1:
                 joined.setdefault((record.tokens, record.gates), record.ms or 0.0)
+        above = 0 if arm == "base" else 2  # The A/A control does not hide what it equals.
         for gates in dict.fromkeys(gate for _, gate in joined):
             points = [(t, ms) for (t, gate), ms in joined.items() if gate == gates]
-            axes.plot(*zip(*points, strict=True), color=_colour(arm), lw=1.2, zorder=2)
+            axes.plot(*zip(*points, strict=True), color=_colour(arm), lw=1.2, zorder=2 + above)
         for record in mine:
             face = _colour(arm) if record.documents == 1 else "white"
             axes.plot(
@@ -149,7 +150,7 @@ def _time_panel(axes: Axes, records: Sequence[Record]) -> None:
                 color=_colour(arm),
                 mfc=face,
                 ls="none",
-                zorder=3,
+                zorder=3 + above,
             )
         axes.plot([], [], color=_colour(arm), marker="o", ms=4.5, lw=1.2, label=arm)
     least: dict[int, float] = {}
@@ -245,7 +246,7 @@ def _by_row(
                 label=arm,
             )
         panel.set_title(SHOWN[op], loc="left", size=10)
-        _row_axes(panel, rows, log, mark is not None)
+        _row_axes(panel, rows, log, narrow=max(ends) < 10 * min(ends))
     if not log and mark is None:
         panels[0].set_xlim(0, 1.05 * max(ends))
     _legend(figure, panels)
@@ -260,7 +261,7 @@ def _log_ticks(axis: Any, steps: Sequence[float]) -> None:
     axis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def _row_axes(panel: Axes, rows: Sequence[str], log: bool, narrow: bool) -> None:
+def _row_axes(panel: Axes, rows: Sequence[str], log: bool, *, narrow: bool) -> None:
     panel.set_yticks(range(len(rows)), rows)
     panel.set_ylim(len(rows) - 0.5, -0.5)
     if log:

@@ -39,6 +39,8 @@ class Options:
     quick: bool = False
     out: Path = Path("benchmarks/results")
     commit: str = ""
+    minutes: float | None = None
+    """No row begins later."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Plan:
     reverse: bool
     path: Path
     commit: str
+    minutes: float | None = None
 
     @property
     def steps(self) -> int:
@@ -89,7 +92,8 @@ def plan_of(options: Options, place: Place) -> Plan:
             f"--out must be a folder that can be made; got {options.out}: {error}"
         ) from None
     commit = options.commit or commit_here()
-    return Plan(suite, rows, arms, ops, modes, schedule, options.reverse, path, commit)
+    given = (options.reverse, path, commit, options.minutes)
+    return Plan(suite, rows, arms, ops, modes, schedule, *given)
 
 
 def _among(name: str, chosen: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
@@ -170,8 +174,12 @@ class Run:
 
         The file is written after each row and at the end.
         """
+        began = time.monotonic()
         self.ceilings = measured_ceilings(self.place, self.timer, 3, 12)
         for row in self.plan.rows:
+            minutes = collectives.highest(time.monotonic() - began, self.place.group) / 60
+            if self.plan.minutes is not None and minutes > self.plan.minutes:
+                break
             contest: Contest | None = None
             try:
                 contest = Contest(

@@ -35,6 +35,7 @@ class Schedule:
         flush_bytes: written before each iteration.
         budget_s: where given, a call has fewer iterations (at least 1 and 3) once it would take
             longer than this.
+        slowest_s: where given, an operation that takes longer than this is not timed.
     """
 
     groups: int = 5
@@ -43,6 +44,13 @@ class Schedule:
     timed: int = 12
     flush_bytes: int = 256 << 20
     budget_s: float | None = None
+    slowest_s: float | None = None
+
+    def too_slow(self, seconds: float) -> str:
+        """Why an operation that takes this long is not timed, or nothing."""
+        if self.slowest_s is None or seconds <= self.slowest_s:
+            return ""
+        return f"one call takes {seconds:.2g} s: not timed above {self.slowest_s:g} s (--quick)"
 
     def iterations(self, estimate_s: float) -> tuple[int, int]:
         """(warm-up, timed) of a call that takes about this long; equal on ranks that agree on it.
@@ -64,7 +72,7 @@ class Schedule:
 
 
 FULL = Schedule()
-QUICK = Schedule(groups=2, rounds=1, budget_s=1.0)
+QUICK = Schedule(groups=2, rounds=1, budget_s=0.2, slowest_s=0.25)
 SMOKE = Schedule(groups=3, rounds=1, warmup=1, timed=3, flush_bytes=0)
 
 
@@ -129,10 +137,15 @@ class DeviceTimer:
 
     def measure(self, call: Call, slot: Slot, warmup: int, timed: int) -> tuple[object, float]:
         """The last result, and the median time in ms on the slowest rank."""
-        for _ in range(warmup):
-            self._iteration(call)
-        found = [self._iteration(call) for _ in range(timed)]
-        return found[-1][0], collectives.highest(median(ms for _, ms in found), self.place.group)
+        result: object = None
+        found: list[float] = []
+        for iteration in range(warmup + timed):
+            # No result outlives its iteration, so that the next one finds the memory it had.
+            result = None
+            result, ms = self._iteration(call)
+            if iteration >= warmup:
+                found.append(ms)
+        return result, collectives.highest(median(found), self.place.group)
 
     def _iteration(self, call: Call) -> tuple[object, float]:
         self._meet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,6 +51,9 @@ def bench(
     commit: Annotated[
         str, typer.Option(help="Named in the results, where the sources lie in no repository.")
     ] = "",
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin no row later than this; default: run all.")
+    ] = None,
 ) -> None:
     """Time this package and its peers in one run, each checked against float64 first."""
     if context.invoked_subcommand is not None:
@@ -57,7 +61,7 @@ def bench(
     from longdelta.bench.run import Options
 
     chosen = (_names(rows), _names(arms), _names(ops), _names(modes))
-    options = Options(suite, *chosen, base, reverse, quick, out, commit)
+    options = Options(suite, *chosen, base, reverse, quick, out, commit, minutes)
     try:
         run_bench(options)
     except InvalidInput as error:
@@ -116,8 +120,15 @@ def _run(plan: Plan, place: Place, console: Console) -> list[Record]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("ceilings", total=plan.steps)
 
+        said = ""
+
         def watch(text: str, steps: int) -> None:
+            nonlocal said
             bar.update(task, description=text, advance=steps)
+            # Where no bar can be seen, a log says how far a run came.
+            if not console.is_terminal and text != said and place.rank == 0:
+                typer.echo(f"{time.strftime('%H:%M:%S')} {text}", err=True)
+            said = text
 
         records = Run(plan, place, watch=watch).all()
     if place.rank == 0:

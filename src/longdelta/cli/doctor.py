@@ -1,4 +1,7 @@
-"""``longdelta doctor``: what is here, what would run, and why the rest would not."""
+"""``longdelta doctor``: what is here, what would run, and why the rest would not.
+
+With ``--compile``: what Triton makes of the Hopper kernels.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import platform
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import longdelta
+from longdelta.runtime import toolchain
 
 
 def run_doctor(console: Console | None = None) -> None:
@@ -29,9 +34,56 @@ def _versions() -> Table:
     table.add_row("platform", platform.platform())
     for package in ("longdelta", "torch", "triton"):
         table.add_row(package, _version(package))
+    table.add_row("ptxas for the kernels", _ptxas())
     table.add_row("CUDA of torch", torch.version.cuda or "none")
     table.add_row("CPU cores, torch threads", f"{os.cpu_count()}, {torch.get_num_threads()}")
     return table
+
+
+def _ptxas() -> str:
+    if toolchain.triton_version() is None:
+        return "none: it comes with Triton"
+    found, safe = toolchain.ptxas(), ".".join(map(str, toolchain.PTXAS_SAFE))
+    advice = f"; {safe} and newer avoid a known fault: pip install 'longdelta[ptxas]'"
+    return escape(f"{found}{'' if found.version >= toolchain.PTXAS_SAFE else advice}")
+
+
+def run_compile(console: Console | None = None) -> bool:
+    """Compile every Hopper kernel for sm_90a, print what came out, and say whether all is well.
+
+    Needs Triton and no GPU. Nothing runs.
+    """
+    console = console or Console()
+    if toolchain.triton_version() is None:
+        console.print("Triton is not installed: the Hopper kernels cannot be compiled here.")
+        return False
+    from longdelta.kernels.gluon.compile import reports
+
+    made = escape(", ".join(f"{name} {x}" for name, x in toolchain.described().items()))
+    table = Table(
+        title=f"Kernels for sm_90a: {made}",
+        caption="registers and spills of a thread, shared memory of a program",
+    )
+    for name in ("kernel", "registers", "spills B", "shared B", "code B", "wgmma", "s"):
+        table.add_column(name, justify="left" if name == "kernel" else "right")
+    table.add_column("", overflow="fold")
+    seconds, good = 0.0, True
+    # On the error stream, since what ptxas says is read from the other one.
+    with Console(stderr=True).status("Compiling ...") as status:
+        for variant, found in reports():
+            status.update(f"Compiled {found.name}")
+            faults = found.faults(variant.products)
+            counts = (found.registers, found.spilled_bytes, found.shared_bytes, found.code_bytes)
+            table.add_row(
+                found.name,
+                *(f"{count:,}" for count in (*counts, found.products)),
+                f"{found.seconds:.1f}",
+                f"[red]{escape('; '.join(faults))}[/red]" if faults else "[green]good[/green]",
+            )
+            seconds, good = seconds + found.seconds, good and not faults
+    console.print(table)
+    console.print(f"{seconds:.1f} s in all.")
+    return good
 
 
 def _backends(device: torch.device) -> Table:

@@ -77,8 +77,17 @@ def demo(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Compile the Hopper kernels and report on each; needs no GPU."
+        ),
+    ] = False,
+) -> None:
     """Say which versions and devices are here, which backend runs, and why not the others."""
-    from longdelta.cli.doctor import run_doctor
+    from longdelta.cli.doctor import run_compile, run_doctor
 
+    if compile:
+        raise typer.Exit(0 if run_compile() else 1)
     run_doctor()

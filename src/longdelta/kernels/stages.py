@@ -81,6 +81,8 @@ class Tables:
 
     def __init__(self, walk: Walk, device: torch.device) -> None:
         self.walk = walk
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self._blocks: dict[tuple[str, int], tuple[Tasks, ...]] = {}
         self._folds: dict[Chains, tuple[Tensor, ...]] = {}
@@ -141,13 +143,60 @@ _WALKED: dict[str, Callable[[Segment], bool]] = {
 """Which segments a stage walks."""
 
 
+NORM_EPS = 1e-6
+"""Added to the squared length of q and k, so that a row of zeros stays one."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Which inputs come raw."""
+
+    qk_l2norm: bool = False
+    gate: bool = False
+    beta_sigmoid: bool = False
+    neg_eigval: bool = False
+
+    @property
+    def top(self) -> float:
+        """What a raw beta cannot exceed: 2 where eigenvalues may be negative."""
+        return 2.0 if self.neg_eigval else 1.0
+
+
 class Backend(Protocol):
-    """The seven stages. Formulas: docs/math.md; tensors between stages: plan/tensors.py."""
+    """The stages. Formulas: docs/math.md; tensors between stages: plan/tensors.py."""
+
+    def activate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        activation: Activation,
+        tables: Tables,
+        *,
+        q_unit: Tensor | None,
+        k_unit: Tensor | None,
+        g: Tensor | None,
+        beta: Tensor | None,
+    ) -> None:
+        """The inputs that have to be made ready; None for those that the stages take as they are.
+        q_unit, k_unit: of length 1. g, beta: of a and b, activated where those come raw."""
 
     def prepare(
-        self, k: Tensor, g: Tensor, beta: Tensor, tables: Tables, *, G: Tensor, Z: Tensor
+        self,
+        k: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        tables: Tables,
+        *,
+        G: Tensor,
+        Z: Tensor,
+        bound: Tensor,
     ) -> None:
-        """G = cumsum(g) in the chunk; Z with (I + D tril(K K^T, -1))^-1 = I + D Z."""
+        """G = cumsum(g) in the chunk; Z with (I + D tril(K K^T, -1))^-1 = I + D Z; the sum of
+        g + ln max(1, |1 - beta |k|^2|), g floored: no state grows by more than e^bound."""
 
     def summarize(
         self,
@@ -156,13 +205,15 @@ class Backend(Protocol):
         beta: Tensor,
         G: Tensor,
         Z: Tensor,
+        bound: Tensor,
         initial_state: Tensor | None,
         tables: Tables,
         *,
         S_border: Tensor,
         M: Tensor,
     ) -> None:
-        """S_ext of every segment that leaves through a border, and M where it entered by one."""
+        """S_ext of every segment that leaves through a border, and M where it entered by one. What
+        `bound` shows to be forgotten at the segment's end, by e^FORGOTTEN, may be left out."""
 
     def fold(self, M: Tensor, tables: Tables, chains: Chains, *, S: Tensor) -> None:
         """S[leave] += M S[enter], segment after segment of each chain."""

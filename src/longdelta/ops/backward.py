@@ -8,8 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longdelta.ops.activate import Activated, adjoint_beta, adjoint_gate, adjoint_norm
-from longdelta.ops.forward import Machine, Operands, enter_borders, pass_empty_documents
+from longdelta.kernels.eager.activate import adjoint_beta, adjoint_gate, adjoint_norm
+from longdelta.ops.forward import (
+    Activated,
+    Machine,
+    Operands,
+    activate,
+    enter_borders,
+    pass_empty_documents,
+    prepare,
+)
 from longdelta.plan.tensors import BACKWARD, KEPT
 
 
@@ -41,7 +49,7 @@ def _tapes(
     """Whatever the forward did not keep, from the same stages and so with the same bits."""
     kept = KEPT[save]
     if "Z" not in kept:
-        machine.backend.prepare(x.k, x.g, x.beta, machine.tables, G=held["G"], Z=held["Z"])
+        prepare(x, machine, held)
     if "S_border" not in kept:
         enter_borders(x, operands, machine, held)
     if "S" not in kept:
@@ -96,11 +104,10 @@ def _adjoint_activation(operands: Operands, found: Gradients, used: int) -> None
     """Through the activations of raw inputs. Rows of no document stay 0, whatever they hold."""
     raw, x = operands.activation, operands
     if raw.qk_l2norm:
-        found.dq[:used], found.dk[:used] = adjoint_norm(
-            x.q[:used], x.k[:used], found.dq[:used], found.dk[:used]
-        )
+        found.dq[:used] = adjoint_norm(x.q[:used], found.dq[:used])
+        found.dk[:used] = adjoint_norm(x.k[:used], found.dk[:used])
     if raw.beta_sigmoid:
-        found.dbeta[:used] = adjoint_beta(x.beta[:used], found.dbeta[:used], raw.neg_eigval)
+        found.dbeta[:used] = adjoint_beta(x.beta[:used], found.dbeta[:used], raw.top)
     if raw.gate:
         assert x.A_log is not None
         found.dg[:used], found.dA_log, found.ddt_bias = adjoint_gate(
@@ -115,9 +122,10 @@ def backward(
     tables = machine.tables
     sizes = operands.sizes(tables, machine.name)
     dtype, device = sizes.compute_dtype, operands.q.device
-    x = operands.activated(dtype)
     held = sizes.views(KEPT[save], saved)
-    held |= sizes.new(tuple(name for name in BACKWARD if name not in held), device)
+    names = operands.activated(dtype) + BACKWARD
+    held |= sizes.new(tuple(name for name in names if name not in held), device)
+    x = activate(operands, machine, held)
     _tapes(x, operands, machine, save, held)
     do = torch.zeros_like(operands.v) if cotangents.do is None else cotangents.do
     initial = operands.initial_state
@@ -125,9 +133,10 @@ def backward(
         None if initial is None else torch.empty(initial.shape, dtype=dtype, device=device)
     )
     _adjoint_walks(x, operands, do, cotangents.d_final_state, machine, held, d_initial_state)
+    unrounded = dtype if operands.activation.qk_l2norm else x.q.dtype
     found = Gradients(
-        dq=torch.empty(x.q.shape, dtype=x.q.dtype, device=device),
-        dk=torch.empty(x.k.shape, dtype=x.k.dtype, device=device),
+        dq=torch.empty(x.q.shape, dtype=unrounded, device=device),
+        dk=torch.empty(x.k.shape, dtype=unrounded, device=device),
         dv=torch.empty(operands.v.shape, dtype=operands.v.dtype, device=device),
         dg=torch.empty(x.g.shape, dtype=dtype, device=device),
         dbeta=torch.empty(x.beta.shape, dtype=dtype, device=device),

@@ -1,4 +1,4 @@
-"""The forward: prepare, then summarize and fold where documents are split, then scan."""
+"""The forward: activate, prepare, then summarize and fold where documents are split, then scan."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longdelta.kernels.stages import Backend, Tables
-from longdelta.ops.activate import Activated, Activation, activate
+from longdelta.kernels.stages import Activation, Backend, Tables
 from longdelta.ops.boundary import Boundary
 from longdelta.ops.recompute import Record
 from longdelta.ops.saved import Sizes
-from longdelta.plan.tensors import FORWARD, KEPT, Counts
+from longdelta.plan.tensors import ACTIVATED, FORWARD, KEPT, Counts
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,27 @@ class Operands:
     scale: float
 
     def sizes(self, tables: Tables, backend: str) -> Sizes:
-        _, HV, V = self.v.shape
-        counts = Counts.of(tables.walk)
-        return Sizes(counts, HV, self.k.shape[-1], V, self.q.dtype, backend)
+        (T, H, K), (_, HV, V) = self.k.shape, self.v.shape
+        return Sizes(Counts.of(tables.walk), HV, K, V, self.q.dtype, backend, T, H)
 
-    def activated(self, dtype: torch.dtype) -> Activated:
-        return activate(
-            self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias, self.activation, dtype
+    def activated(self, dtype: torch.dtype) -> tuple[str, ...]:
+        """Names of ACTIVATED that this call has to make; the stages take the rest in place."""
+        raw = self.activation
+        units = ("q_unit", "k_unit") if raw.qk_l2norm else ()
+        gates = (("g", self.g, raw.gate), ("beta", self.beta, raw.beta_sigmoid))
+        return units + tuple(
+            name for name, x, is_raw in gates if is_raw or x.dtype != dtype or not x.is_contiguous()
         )
+
+
+@dataclass(frozen=True)
+class Activated:
+    """q, k, g, beta as the rule takes them."""
+
+    q: Tensor
+    k: Tensor
+    g: Tensor
+    beta: Tensor
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,24 @@ class Machine:
     backend: Backend
     tables: Tables
     boundary: Boundary
+
+
+def activate(operands: Operands, machine: Machine, held: dict[str, Tensor]) -> Activated:
+    """The inputs as they came, but for those that `held` has a place for."""
+    x = operands
+    made = {name: held.get(name) for name in ACTIVATED}
+    if any(place is not None for place in made.values()):
+        machine.backend.activate(
+            x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.activation, machine.tables, **made
+        )
+    given = zip((x.q, x.k, x.g, x.beta), made.values(), strict=True)
+    return Activated(*(raw if place is None else place for raw, place in given))
+
+
+def prepare(x: Activated, machine: Machine, held: dict[str, Tensor]) -> None:
+    """What every chunk needs that no state enters."""
+    made = {name: held[name] for name in ("G", "Z", "bound")}
+    machine.backend.prepare(x.k, x.g, x.beta, machine.tables, **made)
 
 
 def enter_borders(
@@ -62,6 +92,7 @@ def enter_borders(
             x.beta,
             held["G"],
             held["Z"],
+            held["bound"],
             operands.initial_state,
             machine.tables,
             S_border=held["S_border"],
@@ -100,10 +131,11 @@ def forward(
     """
     tables = machine.tables
     sizes = operands.sizes(tables, machine.name)
-    x = operands.activated(sizes.compute_dtype)
     held = sizes.views(KEPT[save], saved)
-    held |= sizes.new(tuple(name for name in FORWARD if name not in held), operands.q.device)
-    machine.backend.prepare(x.k, x.g, x.beta, tables, G=held["G"], Z=held["Z"])
+    names = operands.activated(sizes.compute_dtype) + FORWARD
+    held |= sizes.new(tuple(name for name in names if name not in held), operands.q.device)
+    x = activate(operands, machine, held)
+    prepare(x, machine, held)
     if recompute is None:
         enter_borders(x, operands, machine, held)
     else:

@@ -9,6 +9,8 @@ one flat tensor of bytes whose size follows from (T, N, HV) alone (plan/tensors.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +18,9 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from longdelta.errors import InvalidInput
+from longdelta.kernels.stages import Activation
 from longdelta.ops import backward as _backward
 from longdelta.ops import forward as _forward
-from longdelta.ops.activate import Activation
 from longdelta.ops.boundary import Context, Segments
 from longdelta.ops.forward import Machine, Operands
 from longdelta.ops.handles import held_by
@@ -26,6 +28,7 @@ from longdelta.ops.plans import tables_of
 from longdelta.ops.saved import compute_dtype, dtype_name
 from longdelta.ops.select import selected, stages
 from longdelta.plan.tensors import saved_bytes
+from longdelta.runtime.launch import Scope
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
@@ -35,6 +38,8 @@ _INPUTS = (
     "bool deterministic, bool output_final_state, SymInt final_rows, str save, str backend"
 )
 _TENSORS = 12
+_AS_IT_IS = nullcontext()
+_known_bytes = lru_cache(maxsize=256)(saved_bytes)
 _library = torch.library.Library("longdelta", "DEF")
 _library.define(f"forward({_INPUTS}) -> (Tensor o, Tensor final_state, Tensor saved)")
 _library.define(
@@ -92,13 +97,14 @@ class Inputs(NamedTuple):
         # int: heads and dims decide the backend and the plan, so a compiled graph is for its own.
         HV, V, K = int(self.v.shape[2]), int(self.v.shape[3]), int(self.k.shape[3])
         dtype = compute_dtype(self.q.dtype)
-        rows = self.final_rows
-        shape = [rows, HV, V, K] if self.state_v_first else [rows, HV, K, V]
+        shape = [self.final_rows, HV, *((V, K) if self.state_v_first else (K, V))]
         name = selected(self.q.device, self.q.dtype, K, V, self.backend)
-        size = saved_bytes(
+        rows, N = B * T, self.documents
+        traced = not type(rows) is type(N) is int
+        size = (saved_bytes if traced else _known_bytes)(
             self.save,
-            T=B * T,
-            N=self.documents,
+            T=rows,
+            N=N,
             HV=HV,
             K=K,
             V=V,
@@ -169,9 +175,10 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
             )
 
 
-def _without_autocast(q: Tensor) -> torch.autocast:
+def _without_autocast(q: Tensor) -> AbstractContextManager[object]:
     """The caller's autocast would reach into the stages and round their products."""
-    return torch.autocast(q.device.type, enabled=False)
+    device = q.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
 
 
 def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,7 +187,7 @@ def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     machine = inputs.machine()
     o, final_state, saved = inputs.new_outputs()
     state = inputs.k_first(final_state) if inputs.output_final_state else None
-    with _without_autocast(inputs.q):
+    with _without_autocast(inputs.q), Scope("forward", inputs.q.device, machine.tables):
         _forward.forward(
             inputs.operands(),
             machine,
@@ -201,9 +208,10 @@ def _backward_impl(
     cotangents = _backward.Cotangents(
         do=None if do is None else do.flatten(0, 1), d_final_state=inputs.k_first(d_final_state)
     )
-    with _without_autocast(inputs.q):
+    machine = inputs.machine()
+    with _without_autocast(inputs.q), Scope("backward", inputs.q.device, machine.tables):
         found = _backward.backward(
-            inputs.operands(), cotangents, inputs.machine(), save=inputs.save, saved=saved
+            inputs.operands(), cotangents, machine, save=inputs.save, saved=saved
         )
     d_initial_state = inputs.k_first(found.d_initial_state)
     values = [found.dq, found.dk, found.dv, found.dg, found.dbeta, d_initial_state]

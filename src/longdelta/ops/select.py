@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import cast
 
 import torch
@@ -13,6 +12,8 @@ import torch
 from longdelta.errors import InvalidInput, UnsupportedProblem
 from longdelta.kernels import eager
 from longdelta.kernels.stages import Backend
+from longdelta.ops import self_test
+from longdelta.runtime.toolchain import TRITON_CHECKED, triton_version
 
 BACKENDS = ("auto", "gluon", "eager")
 
@@ -29,19 +30,21 @@ def _gluon_reason(device: torch.device, dtype: torch.dtype, K: int, V: int) -> s
     """Why the Hopper kernels cannot run this; None where they can."""
     if device.type != "cuda":
         return f"needs an NVIDIA Hopper GPU (sm_90a); the tensors are on {device.type}"
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        return "needs Triton 3.6, which is not installed"
-    if triton.split(".")[:2] != ["3", "6"]:
-        return f"needs Triton 3.6, the release that its kernels were checked with; found {triton}"
+    checked = (
+        f"Triton {', '.join(TRITON_CHECKED)} (the releases that its kernels were checked with)"
+    )
+    triton = triton_version()
+    if triton is None:
+        return f"needs {checked}; none is installed"
+    if ".".join(triton.split(".")[:2]) not in TRITON_CHECKED:
+        return f"needs {checked}; found {triton}"
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
         return f"needs a Hopper GPU (sm_90a); found {torch.cuda.get_device_name(device)}"
     if dtype != torch.bfloat16:
         return f"takes bfloat16; q, k and v are {dtype}"
     if (K, V) != (128, 128):
         return f"takes K = V = 128; found K = {K}, V = {V}"
-    return None
+    return self_test.fault(device)
 
 
 def support(
@@ -53,6 +56,9 @@ def support(
     backend: str = "auto",
 ) -> Support:
     """Which backend `chunk_gated_delta_rule` would run, and why not each of the others.
+
+    Where the Hopper kernels could, a small problem runs through them first, once per GPU and
+    versions of Triton, ptxas and torch (with a call that compiles them: several seconds).
 
     Args:
         device: of q, k and v; default: the current GPU where there is one, else the CPU.

@@ -18,13 +18,18 @@ from itertools import pairwise
 CHUNK = 64
 """Tokens of a chunk. Part of the numeric contract, as are the segment lengths below."""
 
-_NO_SPLIT = 1 << 40
-SHORTEST_SEGMENT = {True: 128, False: 8}
-"""Chunks of the shortest segment that a split document can have, by `HV >= 32`."""
+FORGOTTEN = -20.0
+"""Natural log of the bound of a transition below which it counts as zero: decision 0010."""
 
-FAST_TASKS = 132
-"""Walks (document x value head) that fill a device: the fast mode splits only below it (one task
-per SM of an H200)."""
+WALKS_AT_ONCE = 132
+"""Walks (segment x value head) that keep a device busy: one for each SM of an H200."""
+
+LONGEST_SEGMENT = 128
+"""Chunks of the longest segment of a split document."""
+
+_NO_SPLIT = 1 << 40
+_WHOLE = 96
+"""Chunks up to which a document is not split from 32 value heads on."""
 
 
 @dataclass(frozen=True, order=True)
@@ -57,34 +62,51 @@ class Segment:
     """Row of its transition M; only segments with both borders have one."""
 
 
-def segment_chunks(document_tokens: int, HV: int | None) -> int:
-    """Chunks per segment of a document, by its length and HV alone (`HV=None`: for any HV).
+def segment_chunks(document_tokens: int, HV: int | None, packed_tokens: int | None = None) -> int:
+    """Chunks per segment of a document, by its length and HV alone (`HV=None`: for any HV), or, in
+    the fast mode, by the tokens it is packed with too.
 
-    >>> [segment_chunks(64 * chunks, HV=6) for chunks in (8, 300, 2000)]
-    [8, 32, 64]
-    >>> segment_chunks(64 * 300, HV=32)
+    The shortest power of two with chunks x HV <= WALKS_AT_ONCE x length, so that the walks fill a
+    device about once: those of the one document, or in the fast mode of all; that mode leaves whole
+    what would not outlast a balanced device by a quarter. docs/log.md, 2026-11-30, segment lengths.
+
+    >>> [segment_chunks(64 * chunks, HV=6) for chunks in (8, 100, 300, 1000, 9000)]
+    [8, 16, 32, 64, 128]
+    >>> segment_chunks(64 * 512, HV=32)
     128
-    >>> segment_chunks(64 * 256, HV=48) >= 256        # one segment: never split
+    >>> segment_chunks(64 * 96, HV=48) >= 96        # one segment: never split
     True
+    >>> segment_chunks(8192, 32, 8192), segment_chunks(8192, 32, 4 * 8192) >= 128
+    (32, True)
     """
     chunks = -(-document_tokens // CHUNK)
-    if HV is None or HV >= 32:
-        return _NO_SPLIT if chunks <= 256 else 128
-    # docs/log.md, 2026-11-30, segment lengths on an H200.
-    if chunks <= 64:
-        return 8
-    return 32 if chunks <= 512 else 64
+    if HV is None:
+        return _NO_SPLIT if chunks <= LONGEST_SEGMENT else LONGEST_SEGMENT
+    if packed_tokens is None:
+        whole = HV >= 32 and chunks <= _WHOLE
+        load = chunks * HV
+    else:
+        load = -(-packed_tokens // CHUNK) * HV
+        whole = 4 * WALKS_AT_ONCE * chunks <= 5 * load
+    if whole:
+        return _NO_SPLIT
+    length = 8 if chunks <= 64 else 16 if chunks <= 128 else 32
+    while length < LONGEST_SEGMENT and load > length * WALKS_AT_ONCE:
+        length *= 2
+    return length
 
 
-def segment_borders(document_tokens: int, HV: int | None) -> range:
-    """Token offsets inside a document where its segments meet.
+def segment_borders(
+    document_tokens: int, HV: int | None, packed_tokens: int | None = None
+) -> range:
+    """Token offsets inside a document where its segments meet; see `segment_chunks`.
 
     >>> list(segment_borders(64 * 20 + 1, HV=6))
     [512, 1024]
     >>> list(segment_borders(512, HV=6)), list(segment_borders(0, HV=6))
     ([], [])
     """
-    step = segment_chunks(document_tokens, HV) * CHUNK
+    step = segment_chunks(document_tokens, HV, packed_tokens) * CHUNK
     return range(step, document_tokens, step)
 
 
@@ -156,11 +178,6 @@ def joined(fragments: Sequence[Fragment]) -> list[Fragment]:
     return result
 
 
-def splits_documents(documents: int, HV: int, deterministic: bool) -> bool:
-    """Whether long documents are cut into segments; the fast mode may leave a full device be."""
-    return deterministic or documents * HV < FAST_TASKS
-
-
 def _on_grid(left: int, right: int) -> list[int]:
     """Lengths of the chunks of tokens [left, right) of a document: Note [Grid]."""
     cuts = [left, *range(left - left % CHUNK + CHUNK, right, CHUNK), right]
@@ -190,8 +207,7 @@ def walk(
     lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
     if fragments is None:
         fragments = [Fragment(document, 0, length) for document, length in enumerate(lengths)]
-    held = sum(length > 0 for length in lengths)
-    split = splits_documents(held, HV, deterministic)
+    packed_tokens = None if deterministic else sum(lengths)
     chunk_row: list[int] = []
     chunk_length: list[int] = []
     segments: list[Segment] = []
@@ -207,7 +223,7 @@ def walk(
             if not length:
                 empty.append((start, end))
             continue
-        cuts = segment_borders(length, HV) if split else range(0)
+        cuts = segment_borders(length, HV, packed_tokens)
         edges = [fragment.offset, *(c for c in cuts if fragment.offset < c < fragment.stop)]
         for left, right in zip(edges, [*edges[1:], fragment.stop], strict=True):
             first_chunk = len(chunk_row)

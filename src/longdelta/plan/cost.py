@@ -15,11 +15,18 @@ from functools import lru_cache
 from longdelta.errors import InvalidInput
 from longdelta.plan.chains import relay_rounds
 from longdelta.plan.checks import Integers, checked_int
-from longdelta.plan.chunks import CHUNK, Fragment, Walk, segment_chunks, splits_documents, walk
+from longdelta.plan.chunks import CHUNK, Fragment, Walk, segment_chunks, walk
 from longdelta.plan.flops import ITEMSIZE, Heads
 from longdelta.plan.halo import Halo, halo
 from longdelta.plan.partition import Partition, partition
-from longdelta.plan.tensors import SAVE_MODES, Counts, itemsize, saved_bytes, workspace_bytes
+from longdelta.plan.tensors import (
+    ACTIVATED,
+    SAVE_MODES,
+    Counts,
+    itemsize,
+    saved_bytes,
+    workspace_bytes,
+)
 
 DIRECTIONS = ("forward", "backward")
 BACKENDS = ("eager", "gluon")
@@ -74,6 +81,7 @@ def bytes_needed(
     dtype: object = "bfloat16",
     save: str = "light",
     backend: str = "eager",
+    activated: Sequence[str] = (),
     ranks: int = 1,
     rank: int = 0,
     layout: str = "contiguous",
@@ -94,6 +102,8 @@ def bytes_needed(
         dtype: of q, k and v: float64, float32, bfloat16 or float16, by name or torch's.
         save: `none`, `light`, `full`, or `auto`: `light`, as where a gradient is required.
         backend: `eager` or `gluon`, whose stage tensors differ in dtype.
+        activated: what the call itself makes ready: `q_unit` and `k_unit` with
+            ``use_qk_l2norm_in_kernel``; `g`, `beta` where they come raw, strided or rounded.
         ranks, layout, align, fragments, rows: the partition, as in `longdelta.plan.partition`.
         rank: whose bytes.
         deterministic: states cross by the relay; else by one all-gather of summaries where a
@@ -127,6 +137,9 @@ def bytes_needed(
     dtype = str(dtype).removeprefix("torch.")
     save = "light" if save == "auto" else save
     _check(heads, dtype, save, backend, deterministic)
+    for name in activated:
+        if name not in ACTIVATED:
+            raise InvalidInput(f"activated must be some of {', '.join(ACTIVATED)}; got {name!r}")
     if rank >= ranks:
         raise InvalidInput(f"rank must be in [0, {ranks}), got {rank}")
     held = partition(
@@ -145,6 +158,7 @@ def bytes_needed(
         dtype=dtype,
         save=save,
         backend=backend,
+        activated=tuple(activated),
         deterministic=deterministic,
         conv1d_kernel_size=kernel_size,
         conv_channels=channels,
@@ -159,6 +173,7 @@ def rank_bytes(
     dtype: str = "bfloat16",
     save: str = "light",
     backend: str = "eager",
+    activated: tuple[str, ...] = (),
     deterministic: bool = True,
     conv1d_kernel_size: int | None = None,
     conv_channels: int | None = None,
@@ -171,7 +186,16 @@ def rank_bytes(
     """
     sizes = {"HV": heads.HV, "K": heads.K, "V": heads.V}
     counts = rank_counts(held, rank, heads.HV, deterministic)
-    forward, backward = workspace_bytes(counts, save=save, dtype=dtype, backend=backend, **sizes)
+    forward, backward = workspace_bytes(
+        counts,
+        save=save,
+        dtype=dtype,
+        backend=backend,
+        activated=activated,
+        T=held.local_rows(rank),
+        H=heads.H,
+        **sizes,
+    )
     saved = saved_bytes(
         save,
         T=held.local_rows(rank),
@@ -197,7 +221,7 @@ def rank_walk(held: Partition, rank: int, HV: int, deterministic: bool = True) -
     """The walk of one rank of a partition.
 
     >>> rank_walk(partition([0, 8192], 2), 1, HV=6).borders
-    2
+    4
     """
     return walk(
         held.cu_seqlens,
@@ -212,7 +236,7 @@ def rank_counts(held: Partition, rank: int, HV: int, deterministic: bool = True)
     """`Counts.of(rank_walk(...))` without the walk, whose tables grow with the tokens.
 
     >>> rank_counts(partition([0, 8192], 2), 1, HV=6)
-    Counts(chunks=64, borders=2, maps=1)
+    Counts(chunks=64, borders=4, maps=3)
     """
     chunks = borders = maps = 0
     for piece, segments in rank_segments(held, rank, HV, deterministic):
@@ -227,12 +251,13 @@ def rank_segments(
     held: Partition, rank: int, HV: int, deterministic: bool = True
 ) -> list[tuple[Fragment, int]]:
     """The fragments of a rank that have tokens, each with the number of its segments."""
-    split = splits_documents(held.filled, HV, deterministic)
+    packed_tokens = None if deterministic else held.cu_seqlens[-1]
     found = []
     for piece in held.fragments[rank]:
         if piece.length:
-            step = segment_chunks(held.document_tokens(piece.document), HV) * CHUNK
-            cuts = (piece.stop - 1) // step - piece.offset // step if split else 0
+            tokens = held.document_tokens(piece.document)
+            step = segment_chunks(tokens, HV, packed_tokens) * CHUNK
+            cuts = (piece.stop - 1) // step - piece.offset // step
             found.append((piece, 1 + cuts))
     return found
 

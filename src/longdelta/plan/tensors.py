@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longdelta.plan.chunks import CHUNK, SHORTEST_SEGMENT, Walk
+from longdelta.plan.chunks import CHUNK, LONGEST_SEGMENT, WALKS_AT_ONCE, Walk
 
 SAVE_MODES = ("none", "light", "full")
 KEPT = {
     "none": (),
     "light": ("S_border", "M"),
-    "full": ("S_border", "M", "G", "Z", "S", "Uh"),
+    "full": ("S_border", "M", "G", "Z", "bound", "S", "Uh"),
 }
 """Stage tensors that each save mode hands from the forward to the backward."""
 
-FORWARD = ("G", "Z", "S_border", "M")
-BACKWARD = ("G", "Z", "S_border", "M", "S", "Uh", "dS_border", "dS", "dR")
+FORWARD = ("G", "Z", "bound", "S_border", "M")
+BACKWARD = ("G", "Z", "bound", "S_border", "M", "S", "Uh", "dS_border", "dS", "dR")
 """Stage tensors that a forward and a backward need in all."""
+ACTIVATED = ("q_unit", "k_unit", "g", "beta")
+"""Those of them that either makes before its stages, where the inputs do not come ready."""
 
 _ALIGNMENT = 256
 
@@ -48,14 +50,22 @@ def capacity(T: int, N: int, HV: int, edges: int = 0) -> Counts:
     >>> capacity(T=4096, N=3, HV=6)
     Counts(chunks=67, borders=8, maps=8)
     """
-    borders = T // (CHUNK * SHORTEST_SEGMENT[HV >= 32])
+    # A document's segments are 8 chunks long or longer, and no more than WALKS_AT_ONCE / HV, or
+    # else LONGEST_SEGMENT long; a fragment has one border more within it.
+    shortest = T // (CHUNK * 8)
+    longest = T // (CHUNK * LONGEST_SEGMENT)
+    borders = min(shortest, longest + N * (WALKS_AT_ONCE // HV + 1))
     return Counts(T // CHUNK + N + edges, borders + 2 * edges, borders + 2 * edges)
 
 
-def shape(name: str, counts: Counts, HV: int, K: int, V: int) -> tuple[int, ...]:
-    """Shape of a stage tensor.
+def shape(
+    name: str, counts: Counts, HV: int, K: int, V: int, *, T: int = 0, H: int = 0
+) -> tuple[int, ...]:
+    """Shape of a stage tensor. T, H: rows and q/k heads, which only what is ACTIVATED has.
 
+    q_unit, k_unit: q and k of length 1. g, beta: gate and beta as the rule takes them.
     G: cumulative gate in the chunk. Z: unit inverse without its factors of beta (docs/math.md).
+    bound: log of a bound of the chunk's transition; what it shows to be forgotten is left out.
     S_border, dS_border: state and cotangent at each border. M: transition of each segment between
     two borders. S, Uh: scan's tapes (state at each chunk's start; U without beta). dS, dR:
     adjoint_scan's tapes (cotangent at each chunk's end; dW without beta).
@@ -65,8 +75,13 @@ def shape(name: str, counts: Counts, HV: int, K: int, V: int) -> tuple[int, ...]
     """
     chunks, borders, maps = counts.chunks, counts.borders, counts.maps
     return {
+        "q_unit": (T, H, K),
+        "k_unit": (T, H, K),
+        "g": (T, HV),
+        "beta": (T, HV),
         "G": (chunks, HV, CHUNK),
         "Z": (chunks, HV, CHUNK, CHUNK),
+        "bound": (chunks, HV),
         "S_border": (borders, HV, K, V),
         "M": (maps, HV, K, K),
         "S": (chunks, HV, K, V),
@@ -77,7 +92,16 @@ def shape(name: str, counts: Counts, HV: int, K: int, V: int) -> tuple[int, ...]
     }[name]
 
 
-_GLUON_ITEMSIZE = {"G": 4, "Z": 2, "S_border": 4, "M": 4, "dS_border": 4}
+_GLUON_ITEMSIZE = {
+    "g": 4,
+    "beta": 4,
+    "G": 4,
+    "Z": 2,
+    "bound": 4,
+    "S_border": 4,
+    "M": 4,
+    "dS_border": 4,
+}
 
 
 def itemsize(name: str, dtype: str, backend: str = "eager") -> int:
@@ -111,6 +135,8 @@ def layout(
     HV: int,
     K: int,
     V: int,
+    T: int = 0,
+    H: int = 0,
     dtype: str = "bfloat16",
     backend: str = "eager",
 ) -> tuple[tuple[Place, ...], int]:
@@ -124,7 +150,7 @@ def layout(
     offset = 0
     for name in names:
         size = itemsize(name, dtype, backend)
-        measured = shape(name, counts, HV, K, V)
+        measured = shape(name, counts, HV, K, V, T=T, H=H)
         for extent in measured:
             size = size * extent
         places.append(Place(name, measured, offset, size))
@@ -162,10 +188,15 @@ def workspace_bytes(
     HV: int,
     K: int,
     V: int,
+    T: int = 0,
+    H: int = 0,
+    activated: tuple[str, ...] = (),
     dtype: str = "bfloat16",
     backend: str = "eager",
 ) -> tuple[int, int]:
-    """Bytes of the stage tensors that a forward and a backward take besides the saved set.
+    """Bytes that a forward and a backward take besides the saved set.
+
+    activated: names of ACTIVATED that a call makes, of T rows and H heads.
 
     >>> forward, backward = workspace_bytes(Counts(8, 0, 0), save="full", HV=2, K=128, V=128)
     >>> forward, backward == 8 * 2 * (128 * 128 + 64 * 128) * 4
@@ -174,7 +205,8 @@ def workspace_bytes(
     kept = KEPT[save]
 
     def total(names: tuple[str, ...]) -> int:
-        rest = tuple(name for name in names if name not in kept)
-        return layout(rest, counts, HV=HV, K=K, V=V, dtype=dtype, backend=backend)[1]
+        rest = activated + tuple(name for name in names if name not in kept)
+        sizes = {"HV": HV, "K": K, "V": V, "T": T, "H": H}
+        return layout(rest, counts, dtype=dtype, backend=backend, **sizes)[1]
 
     return total(FORWARD), total(BACKWARD)

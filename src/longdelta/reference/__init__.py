@@ -9,7 +9,7 @@ no code with any backend. ``docs/math.md`` has the same formulas in prose.
                  gradients
     affine       the maps S -> M S + B by which a state crosses a border
     conv         the short causal convolution in front of q, k and v
-    gates        how a layer makes g from its projections, and the norm of q and k
+    gates        how a layer makes g and beta from its projections, and the norm of q and k
 
 Every function takes one packed batch (no batch dimension), converts it to float64 and trusts it:
 shapes are the caller's duty.
@@ -18,7 +18,7 @@ shapes are the caller's duty.
 from longdelta.reference.affine import AffineMap, apply, compose, identity, transpose
 from longdelta.reference.chunked import chunked_backward, chunked_forward
 from longdelta.reference.conv import ConvResult, causal_conv1d
-from longdelta.reference.gates import gate, l2norm
+from longdelta.reference.gates import Activated, activate, gate, l2norm
 from longdelta.reference.recurrence import (
     Gradients,
     RecurrenceResult,
@@ -27,10 +27,12 @@ from longdelta.reference.recurrence import (
 )
 
 __all__ = [
+    "Activated",
     "AffineMap",
     "ConvResult",
     "Gradients",
     "RecurrenceResult",
+    "activate",
     "apply",
     "causal_conv1d",
     "chunked_backward",

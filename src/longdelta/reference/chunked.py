@@ -13,7 +13,7 @@ state at its start and S+ at its end:
 
 The stages:
 
-    prepare            k, g, beta           -> G, Z                of every chunk
+    prepare            k, g, beta           -> G, Z, bound         of every chunk
     summarize          a segment            -> S_ext, M            S_out = M S_in + S_ext
     fold               S, maps              -> the state at every border
     scan               a segment, S_in      -> o, S_out, tapes S, Uh
@@ -41,10 +41,12 @@ Chunks = Sequence[Tensor]
 
 
 class Prepared(NamedTuple):
-    """G: ``[C]``, sums of the floored gate; Z: ``[C, C]``, strictly lower; one of each a chunk."""
+    """G: ``[C]``, sums of the floored gate; Z: ``[C, C]``, strictly lower; bound: ``[]``, the log
+    of the most by which a state's norm can grow; one of each a chunk."""
 
     G: list[Tensor]
     Z: list[Tensor]
+    bound: list[Tensor]
 
 
 class ScanTape(NamedTuple):
@@ -87,25 +89,30 @@ class ChunkGradients(NamedTuple):
 
 
 def prepare(k: Chunks, g: Chunks, beta: Chunks) -> Prepared:
-    """What a chunk needs that no state enters: the gate sums and the triangular inverse.
+    """What a chunk needs that no state enters: the gate sums, the triangular inverse, the bound.
 
         G_i = sum_{j<=i} max(g_j, -87)
         T0 = I + D Z,  so  (I + D N)(I + D Z) = I  with N = tril(K K^T, -1), so  Z = -N (I + D Z)
 
     Row i of the last equation needs the rows above it only: forward substitution, no division.
 
+        bound = sum_i max(g_i, -87) + ln max(1, |1 - beta_i |k_i|^2|)
+
+    since a token's (I - beta k^T k) e^g has the eigenvalues e^g and (1 - beta |k|^2) e^g.
+
     Args:
         k: ``[C, K]`` a chunk.
         g, beta: ``[C]`` a chunk.
 
     Returns:
-        ``Prepared(G, Z)``.
+        ``Prepared(G, Z, bound)``.
 
     Source: arXiv:2412.06464; the Z form is derived in docs/math.md.
     """
     return Prepared(
         [_gate_sums(g_c) for g_c in g],
         [_inverse(k_c, beta_c) for k_c, beta_c in zip(k, beta, strict=True)],
+        [_bound(*chunk) for chunk in zip(k, g, beta, strict=True)],
     )
 
 
@@ -448,6 +455,11 @@ def _inverse(k: Tensor, beta: Tensor) -> Tensor:
     return Z
 
 
+def _bound(k: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    stretch = (1 - beta * (k * k).sum(1)).abs().clamp(min=1)
+    return (g.clamp(min=FLOOR) + stretch.log()).sum()
+
+
 class _Decays(NamedTuple):
     E: Tensor
     r: Tensor
@@ -550,6 +562,6 @@ def _segments(
 ) -> list[_Segment]:
     cuts = (_cut(x, segment_chunks) for x in (q, k, v, g, beta))
     return [
-        _Segment(q_x, k_x, v_x, g_x, beta_x, *prepare(k_x, g_x, beta_x))
+        _Segment(q_x, k_x, v_x, g_x, beta_x, *prepare(k_x, g_x, beta_x)[:2])
         for q_x, k_x, v_x, g_x, beta_x in zip(*cuts, strict=True)
     ]

@@ -1,5 +1,7 @@
 """The decay gate of a layer and the norm of its queries and keys."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -46,3 +48,45 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """
     x = x.double()
     return x / (x.square().sum(-1, keepdim=True) + eps).sqrt()
+
+
+class Activated(NamedTuple):
+    """What the rule takes: q, k ``[T, H, K]``, g, beta ``[T, HV]``, float64."""
+
+    q: Tensor
+    k: Tensor
+    g: Tensor
+    beta: Tensor
+
+
+def activate(
+    q: Tensor,
+    k: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    *,
+    neg_eigval: bool = False,
+) -> Activated:
+    """A layer's projections as the rule takes them.
+
+        l2norm(q)    l2norm(k)    gate(a, A_log, dt_bias)    beta = top / (1 + e^{-b})
+
+    Args:
+        q, k: ``[T, H, K]``.
+        a, b: ``[T, HV]``, the projections of gate and beta.
+        A_log, dt_bias: ``[HV]``, as in `gate`.
+        neg_eigval: top = 2, so that I - beta k^T k may turn a vector around; else 1.
+
+    Returns:
+        ``Activated(q, k, g, beta)``.
+
+    Source: arXiv:2412.06464; for beta up to 2 arXiv:2411.12537.
+
+    >>> x = torch.zeros(1, 1, 2)
+    >>> activate(x, x, x[0], x[0], torch.zeros(2), torch.zeros(2)).beta
+    tensor([[0.5000, 0.5000]], dtype=torch.float64)
+    """
+    beta = (2 if neg_eigval else 1) * torch.sigmoid(b.double())
+    return Activated(l2norm(q), l2norm(k), gate(a, A_log, dt_bias), beta)

@@ -10,10 +10,16 @@ within a few tokens, its rounding (ulp(512) / 2 is 3e-5) is the relative error o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeAlias
+
 import torch
 
+Budgets: TypeAlias = Mapping[str | torch.dtype, float]
+"""By the dtype of a result, or by its name."""
+
 FLOAT64 = 1e-10
-EAGER = {
+EAGER: Budgets = {
     torch.float64: FLOAT64,
     torch.float32: 5e-5,
     torch.float16: 5e-4,
@@ -21,7 +27,7 @@ EAGER = {
 }
 """Budget of every output and gradient of the eager backend, by the dtype of the result."""
 
-HOPPER = {
+HOPPER: Budgets = {
     "o": 4.5e-3,
     "final_state": 4e-3,
     "dq": 6e-3,
@@ -30,10 +36,34 @@ HOPPER = {
     "dg": 8e-3,
     "dbeta": 8e-3,
     "d_initial_state": 6e-3,
+    "dA_log": 8e-3,
+    "ddt_bias": 8e-3,
+    "G": 1e-6,
+    "Z": 1e-3,
+    "bound": 1e-3,
+    "S_ext": 4e-3,
+    "M": 5e-3,
+    "S_border": 1e-4,
+    "S": 4e-3,
+    "Uh": 4e-3,
+    "dS_ext": 4e-3,
+    "dS_border": 1e-4,
+    "dS": 4e-3,
+    "dR": 4e-3,
 }
-"""Of the Hopper kernels, whose products have bf16 operands; for keys of about unit length."""
-HOPPER_CORRELATED = 2.0
-"""Factor of these budgets where keys are close to each other and beta is close to 1."""
+"""Of the Hopper kernels, whose products have bf16 operands: results of the op, of a stage alone."""
+HOPPER_LARGE_INVERSE: Budgets = {name: 2 * budget for name, budget in HOPPER.items()} | {
+    "o": 8e-3,
+    "final_state": 7e-3,
+}
+"""Where keys are close to each other and beta is close to 1, or some beta is above 1."""
+HOPPER_REFLECTIONS: Budgets = {name: 4 * budget for name, budget in HOPPER.items()}
+"""Where beta is close to 2: no state shrinks, and the errors of thousands of tokens add up."""
+
+
+def budget(budgets: Budgets, name: str, dtype: torch.dtype) -> float:
+    """Of a result, by its name or its dtype."""
+    return budgets[name] if name in budgets else budgets[dtype]
 
 
 def relative_l2(out: torch.Tensor, ref: torch.Tensor, scale: torch.Tensor | None = None) -> float:

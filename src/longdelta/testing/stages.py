@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 
 from longdelta.kernels.stages import Tables
-from longdelta.ops.saved import compute_dtype
+from longdelta.ops.saved import Sizes, compute_dtype
 from longdelta.plan.chunks import Segment, Walk, walk
 from longdelta.plan.tensors import Counts, shape
 from longdelta.reference import chunked
-from longdelta.testing.budgets import EAGER, assert_within
-from longdelta.testing.workloads import Workload
+from longdelta.testing.budgets import assert_within, budget
+from longdelta.testing.workloads import Machine, Workload
 
 _STATES = ("initial_state", "final_state", "d_initial_state", "d_final_state")
 _ROWS = ("o", "dq", "dk", "dv", "dg", "dbeta")
-_STAGED = ("G", "Z", "S_ext", "M", "S_border", "S", "Uh", "dS_ext", "dS_border", "dS", "dR")
+_TAPES = ("S", "Uh", "dS_ext", "dS_border", "dS", "dR")
+_STAGED = ("G", "Z", "bound", "S_ext", "M", "S_border", *_TAPES)
 _SAME_SHAPE = {"S_ext": "S_border", "dS_ext": "dS_border"}
 
 
@@ -59,9 +60,9 @@ class _Head:
         self.x = [{name: self._cut(name, y, s) for name, y in x.items()} for s in self.segments]
         for segment, y in zip(self.segments, self.x, strict=True):
             prepared = chunked.prepare(y["k"], y["g"], y["beta"])
-            y["G"], y["Z"] = prepared
-            self.put_chunks("G", segment, prepared.G)
-            self.put_chunks("Z", segment, prepared.Z)
+            y["G"], y["Z"] = prepared.G, prepared.Z
+            for name, chunks in prepared._asdict().items():
+                self.put_chunks(name, segment, chunks)
 
     def rows(self, segment: Segment) -> list[slice]:
         first = segment.first_chunk
@@ -170,11 +171,11 @@ def reference_stages(work: Workload, dtype: torch.dtype = torch.float64) -> dict
 class StageCase:
     """A workload as one stage sees it: packed inputs, tables, the reference's other tensors."""
 
-    def __init__(self, work: Workload, dtype: torch.dtype, device: str) -> None:
-        self.work, self.dtype, self.device = work, dtype, torch.device(device)
-        self.wide = compute_dtype(dtype)
+    def __init__(self, work: Workload, dtype: torch.dtype, machine: Machine) -> None:
+        inputs, cotangents = machine.inputs(work, dtype), machine.cotangents(work, dtype)
+        self.work, self.dtype = work, dtype = machine.fit(work), machine.dtype(dtype)
+        self.device, self.budgets = torch.device(machine.device), machine.budgets(work)
         self.scale = work.scale
-        inputs, cotangents = work.inputs(dtype, device), work.cotangents(dtype, device)
         assert cotangents.do is not None
         self.q, self.k, self.v = inputs.q[0], inputs.k[0], inputs.v[0]
         self.g, self.beta = inputs.g[0], inputs.beta[0]
@@ -184,9 +185,13 @@ class StageCase:
         plan = walk(work.offsets, work.HV, rows=work.rows)
         self.tables = Tables(plan, self.device)
         self._reference = reference_stages(work, dtype)
+        self._sizes = Sizes(Counts.of(plan), work.HV, work.K, work.V, dtype, machine.backend)
 
     def _dtype(self, name: str) -> torch.dtype:
-        return self.dtype if name in ("o", "dq", "dk", "dv") else self.wide
+        if name in _STAGED:
+            name = _SAME_SHAPE.get(name, name)
+            return self._sizes.new((name,), torch.device("meta"))[name].dtype
+        return self.dtype if name in ("o", "dq", "dk", "dv") else compute_dtype(self.dtype)
 
     def given(self, *names: str) -> tuple[Tensor, ...]:
         """The reference's tensors, in the dtype in which stages hand them on."""
@@ -204,7 +209,7 @@ class StageCase:
         }
 
     def check(self, scales: dict[str, Tensor] | None = None, **outputs: Tensor) -> None:
-        """Each output against the reference, within the budget of its dtype.
+        """Each output against the reference, within its budget.
 
         States of documents without tokens are left out: no stage walks those.
         """
@@ -213,7 +218,8 @@ class StageCase:
             ref = self._reference[name]
             if name in _STATES:
                 out, ref = out[held], ref[held]
-            assert_within(name, out, ref, EAGER[out.dtype], (scales or {}).get(name))
+            allowed = budget(self.budgets, name, out.dtype)
+            assert_within(name, out, ref, allowed, (scales or {}).get(name))
             if name in _ROWS:
                 rest = out[self.work.offsets[-1] :]
                 assert not rest.any(), f"{name}: rows after the last document must be zero"

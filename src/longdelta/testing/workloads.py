@@ -3,7 +3,8 @@
 A `Workload` is a hashable description; `Workload.inputs` makes its packed tensors in any dtype on
 any device, `expected` is the token recurrence in float64 on exactly those (rounded) tensors, and
 `evaluate` runs the public op with autograd. Both return `Results`, which `assert_results` compares
-within the budgets and `assert_bitwise` bit by bit.
+within the budgets and `assert_bitwise` bit by bit. A `Machine` does the same for one backend on one
+device, with the workload brought to the dims and the dtype that it takes.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ from torch import Tensor
 
 from longdelta import reference
 from longdelta.api import chunk_gated_delta_rule
-from longdelta.testing.budgets import EAGER, assert_within
-
-MACHINES = (("eager", "cpu"), ("eager", "cuda"))
-"""(backend, device) pairs on which the same tests run."""
+from longdelta.testing.budgets import (
+    EAGER,
+    HOPPER,
+    HOPPER_LARGE_INVERSE,
+    HOPPER_REFLECTIONS,
+    Budgets,
+    assert_within,
+    budget,
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,10 @@ class Cotangents(NamedTuple):
     do: Tensor | None
     d_final_state: Tensor | None
 
+    def to(self, device: str | torch.device) -> Cotangents:
+        """The same on another device."""
+        return Cotangents(*(x if x is None else x.to(device) for x in self))
+
 
 class Results(NamedTuple):
     """Outputs and gradients of one call; None where there is none."""
@@ -74,8 +84,10 @@ class Workload:
 
     gates: "mild" (logsigmoid(randn) / 16), "slow" (a 32nd of that), "model" (-A softplus(a + 1), A
     uniform to 16), "reset" (mild, with -inf at some tokens) or a number for every token. betas:
-    "sigmoid", "small" (0.04 sigmoid), "up_to_two" (a quarter of them zero) or a number. keys:
-    "random" or "correlated" (all near one direction). tail: rows after the last document.
+    "sigmoid", "small" (0.04 sigmoid), "up_to_two" (a quarter of them zero), "near_two"
+    (2 sigmoid(3 + randn)) or a number. keys: "random", "correlated" (a common direction and 0.3 of
+    a random one), "nearly_equal" (and 0.1) or "raw" (about sqrt(K) long). tail: rows after the last
+    document.
     """
 
     lengths: tuple[int, ...] = (37, 0, 130, 1, 64)
@@ -104,6 +116,14 @@ class Workload:
     def scale(self) -> float:
         """The op's default."""
         return float(self.K**-0.5)
+
+    @property
+    def hopper_budgets(self) -> Budgets:
+        """By how large the inverses of its chunks are, and how long errors live."""
+        if self.betas in ("near_two", 2.0):
+            return HOPPER_REFLECTIONS
+        large = self.keys != "random" or self.betas == "up_to_two"
+        return HOPPER_LARGE_INVERSE if large else HOPPER
 
     def inputs(
         self, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu"
@@ -148,6 +168,7 @@ NAMED = {
     "beta_one": Workload(betas=1.0),
     "beta_up_to_two": Workload(betas="up_to_two", gates=-1e-3),
     "correlated_keys": Workload(keys="correlated", betas=1.0, gates=-1e-3),
+    "nearly_equal_keys": Workload(keys="nearly_equal", betas=1.0, gates=-1e-3),
     "groups_of_one": Workload(HV=2, K=16, V=16),
     "groups_of_three": Workload(HV=6, K=20, V=7),
     "one_chunk": Workload(lengths=(64,), tail=0),
@@ -185,6 +206,8 @@ def _betas(work: Workload, normal: Any) -> Tensor:
         beta = 2 * beta
         beta[:, ::7] = 2.0
         beta[:, 1::4] = 0.0
+    if work.betas == "near_two":
+        beta = 2 * torch.sigmoid(3 + beta.logit())
     return beta
 
 
@@ -198,9 +221,12 @@ def _tensors(work: Workload) -> Inputs:
 
     T, N = work.rows, len(work.lengths)
     q, k = normal(1, T, work.H, work.K), normal(1, T, work.H, work.K)
-    if work.keys == "correlated":
-        k = normal(1, 1, work.H, work.K) + 0.1 * k
-    q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    spread = {"correlated": 0.3, "nearly_equal": 0.1}.get(work.keys)
+    if spread is not None:
+        k = normal(1, 1, work.H, work.K) + spread * k
+    q = q / q.norm(dim=-1, keepdim=True)
+    if work.keys != "raw":
+        k = k / k.norm(dim=-1, keepdim=True)
     v, state = normal(1, T, work.HV, work.V), normal(N, work.HV, work.K, work.V)
     g, beta = _gates(work, normal, random), _betas(work, normal)
     return Inputs(q, k, v, g, beta, state if work.initial else None, None)
@@ -279,11 +305,11 @@ def evaluate(
 def assert_results(
     out: Results,
     ref: Results,
-    budgets: dict[torch.dtype, float] = EAGER,
+    budgets: Budgets = EAGER,
     scale: Results | None = None,
     vanishing: Sequence[str] = (),
 ) -> None:
-    """Every result within the budget of its dtype.
+    """Every result within its budget.
 
     Those named `vanishing` are compared relative to their size in `scale`, a run where they do not
     vanish.
@@ -293,7 +319,7 @@ def assert_results(
             continue
         assert y is not None, f"{name} has no reference"
         size = getattr(scale, name) if name in vanishing else None
-        assert_within(name, x, y, budgets[x.dtype], size)
+        assert_within(name, x, y, budget(budgets, name, x.dtype), size)
 
 
 def assert_bitwise(out: Results, ref: Results) -> None:
@@ -304,3 +330,58 @@ def assert_bitwise(out: Results, ref: Results) -> None:
         assert (x.dtype, x.shape) == (y.dtype, y.shape), f"{name}: other dtype or shape"
         same = torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
         assert same, f"{name}: bits differ, largest difference {(x - y).abs().max().item():.3e}"
+
+
+class Machine(NamedTuple):
+    """A backend on a device; it fits a workload to the dims and the dtype that it takes."""
+
+    backend: str
+    device: str
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+    @property
+    def takes_any_dims(self) -> bool:
+        """Otherwise bfloat16 and K = V = 128 alone, as the Hopper kernels."""
+        return self.backend != "gluon"
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """This dtype, or the one that it takes."""
+        return dtype if self.takes_any_dims else torch.bfloat16
+
+    def fit(self, work: Workload) -> Workload:
+        """The workload in dims that it takes."""
+        return work if self.takes_any_dims else replace(work, K=128, V=128)
+
+    def budgets(self, work: Workload) -> Budgets:
+        """Of the results for this workload."""
+        return EAGER if self.backend == "eager" else work.hopper_budgets
+
+    def inputs(self, work: Workload, dtype: torch.dtype = torch.float32) -> Inputs:
+        """`Workload.inputs`, fitted."""
+        return self.fit(work).inputs(self.dtype(dtype), self.device)
+
+    def cotangents(self, work: Workload, dtype: torch.dtype = torch.float32) -> Cotangents:
+        """`Workload.cotangents`, fitted."""
+        return self.fit(work).cotangents(self.dtype(dtype), self.device)
+
+    def expected(self, work: Workload, dtype: torch.dtype = torch.float32) -> Results:
+        """`expected` of the fitted workload."""
+        return expected(self.fit(work), self.dtype(dtype))
+
+    def evaluate(self, inputs: Inputs, cotangents: Cotangents, **options: Any) -> Results:
+        """`evaluate` here, wherever the tensors come from."""
+        moved = inputs.to(self.device), cotangents.to(self.device)
+        return evaluate(*moved, backend=self.backend, **options)
+
+    def run(self, work: Workload, dtype: torch.dtype = torch.float32, **options: Any) -> Results:
+        """`evaluate` of the fitted workload."""
+        return self.evaluate(self.inputs(work, dtype), self.cotangents(work, dtype), **options)
+
+
+MACHINES = (Machine("eager", "cpu"), Machine("eager", "cuda"), Machine("gluon", "cuda"))
+"""Where the same tests run."""
+
+BITS_BY_DOCUMENT = (Machine("eager", "cpu"), Machine("gluon", "cuda"))
+"""Where a document's bits depend on the document alone: docs/design/determinism.md."""

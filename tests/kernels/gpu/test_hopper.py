@@ -1,7 +1,13 @@
-"""The Hopper kernels against float64, and the bits that they promise."""
+"""What is special to the Hopper kernels: sizes, streams, devices, graphs, and bits.
+
+Their values are checked where those of every machine are: tests/kernels and tests/ops.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,8 +15,19 @@ import torch
 from torch import Tensor
 
 from longdelta import gdn_backward, gdn_forward, support
+from longdelta.ops.saved import Sizes
+from longdelta.plan.chunks import walk
+from longdelta.plan.tensors import KEPT, Counts
 from longdelta.runtime import launch
-from longdelta.testing import budgets
+from longdelta.testing.workloads import (
+    Cotangents,
+    Inputs,
+    Machine,
+    Results,
+    Workload,
+    assert_bitwise,
+    assert_results,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,196 +36,266 @@ pytestmark = [
         reason="no Hopper GPU, or no Triton for it",
     ),
 ]
-GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+GLUON = Machine("gluon", "cuda")
+SPLIT = Workload(lengths=(1500, 700, 64, 3), HV=8, tail=0)
+BF16 = torch.bfloat16
 
 
-def gate_of(kind: str, T: int, HV: int) -> Tensor:
-    x = torch.randn(T, HV, device="cuda")
-    if kind == "model":
-        rate = torch.linspace(0.25, 16, HV, device="cuda")
-        return -rate * torch.nn.functional.softplus(x - 4)
-    if kind == "strong":
-        return torch.full_like(x, -20.0)
-    g = torch.nn.functional.logsigmoid(x) / 16
-    if kind == "none":
-        return torch.zeros_like(g)
-    if kind == "reset":
-        g[7::61] = float("-inf")
-    return g
+@pytest.fixture(autouse=True)
+def memory_given_back() -> Iterator[None]:
+    """Processes share the GPU, and some tests here take up to 19 GB."""
+    yield
+    torch.cuda.empty_cache()
 
 
-def problem(
-    lengths: list[int], H: int, HV: int, gate: str = "mild", keys: str = "random", beta: float = 1
-) -> dict[str, Any]:
-    """Inputs of the op, with cotangents."""
-    T, N = sum(lengths), len(lengths)
-    unit = torch.nn.functional.normalize
-    k = torch.randn(1, T, H, 128, device="cuda")
-    shift = 0.0
-    if keys == "correlated":
-        k, shift = unit(torch.randn(H, 128, device="cuda"), dim=-1) * 128**0.5 + 0.3 * k, 4.0
-    offsets = [sum(lengths[:i]) for i in range(N + 1)]
-    return {
-        "q": unit(torch.randn(1, T, H, 128, device="cuda"), dim=-1).bfloat16(),
-        "k": unit(k, dim=-1).bfloat16(),
-        "v": torch.randn(1, T, HV, 128, device="cuda").bfloat16(),
-        "g": gate_of(gate, T, HV)[None],
-        "beta": beta * torch.sigmoid(torch.randn(1, T, HV, device="cuda") + shift),
-        "initial_state": torch.randn(N, HV, 128, 128, device="cuda"),
-        "cu_seqlens_cpu": torch.tensor(offsets),
-        "output_final_state": True,
-    }
+def called(x: Inputs) -> dict[str, Any]:
+    """Arguments of `gdn_forward`."""
+    given = {field.name: getattr(x, field.name) for field in fields(x)}
+    return given | {"output_final_state": True, "backend": "gluon"}
 
 
-def cotangents(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
+def forward(x: Inputs, **options: Any) -> Results:
+    found = gdn_forward(**called(x), **options)
+    return Results(found.o, found.final_state, *(None,) * 6)
 
 
-def widened(x: dict[str, Any]) -> dict[str, Any]:
-    floats = {n: t for n, t in x.items() if isinstance(t, Tensor) and t.is_floating_point()}
-    return {**x, **{n: t.double() for n, t in floats.items()}}
+def unit(*shape: int) -> Tensor:
+    x = torch.randn(*shape, device="cuda")
+    return torch.nn.functional.normalize(x, dim=-1).to(BF16)
 
 
-def evaluate(
-    x: dict[str, Any], do: Tensor, d_final: Tensor, backend: str, save: str = "light"
-) -> dict[str, Tensor]:
-    forward = gdn_forward(**x, save=save, backend=backend)
-    backward = gdn_backward(do, d_final, **x, saved=forward.saved, backend=backend)
-    found = {"o": forward.o, "final_state": forward.final_state}
-    return found | {name: getattr(backward, name) for name in GRADIENTS}
+def rates(*shape: int) -> Tensor:
+    """Gates, or the logarithms of betas."""
+    return torch.nn.functional.logsigmoid(torch.randn(*shape, device="cuda"))
 
 
-CASES = {
-    "lengths around a chunk, HV = H": ([1, 15, 63, 64, 65, 127, 1000], 2, 2, "mild"),
-    "two heads a group, model-like gate": ([1000, 127, 65, 64, 63, 15, 1], 2, 4, "model"),
-    "three heads a group, strong gate": ([1, 15, 63, 64, 65, 127, 700], 1, 3, "strong"),
-    "four heads a group, resets": ([1, 15, 63, 64, 65, 127, 700], 1, 4, "reset"),
-    "six heads a group, two blocks of heads": ([200, 65], 1, 6, "mild"),
-    "split documents": ([1500, 2000, 64, 513], 2, 4, "mild"),
-    "split documents, no gate": ([1500, 2000, 64, 512], 1, 2, "none"),
-    "many short documents": ([16] * 200, 2, 4, "mild"),
-    "empty documents": ([0, 100, 0, 0, 64, 0], 2, 2, "mild"),
-    "32 heads": ([300, 200], 16, 32, "model"),
+def document(x: Inputs, first: int, last: int, state: int | None) -> Inputs:
+    """Rows of one document, copied, as a batch of its own."""
+    rows = [getattr(x, n)[:, first:last].contiguous() for n in ("q", "k", "v", "g", "beta")]
+    return Inputs(*rows, None if state is None else x.initial_state[state : state + 1], None)
+
+
+SHAPES = {
+    "six heads a group, two blocks of heads": Workload(lengths=(200, 65), H=1, HV=6),
+    "32 heads, model-like gates": Workload(lengths=(130, 70), H=16, HV=32, gates="model"),
+    "segments of 32 chunks": Workload(lengths=(4100, 64), gates="slow", betas="small", HV=2),
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_op_agrees_with_float64(case):
-    x = problem(*case)
-    do, d_final = cotangents(x)
-    ours = evaluate(x, do, d_final, "gluon")
-    truth = evaluate(widened(x), do.double(), d_final.double(), "eager")
-    strong = case[3] == "strong"
-    for name, value in ours.items():
-        if not (strong and name == "dg"):  # there the true dg is below the rounding of its terms
-            budgets.assert_within(name, value, truth[name], budgets.HOPPER[name])
+@pytest.mark.parametrize("work", SHAPES.values(), ids=SHAPES)
+def test_op_matches_the_recurrence_for_more_heads_and_longer_segments(work):
+    assert_results(GLUON.run(work, BF16), GLUON.expected(work), GLUON.budgets(work))
 
 
-@pytest.mark.parametrize(("keys", "beta"), [("correlated", 1), ("random", 2)])
-def test_op_agrees_with_float64_where_the_inverse_is_large(keys, beta):
-    x = problem([1000, 700], 2, 4, "mild", keys, beta)
-    do, d_final = cotangents(x)
-    ours = evaluate(x, do, d_final, "gluon")
-    truth = evaluate(widened(x), do.double(), d_final.double(), "eager")
-    for name in ("o", "final_state"):
-        budget = budgets.HOPPER_CORRELATED * budgets.HOPPER[name]
-        budgets.assert_within(name, ours[name], truth[name], budget)
+def test_a_thousand_calls_give_the_same_bits():
+    x = GLUON.inputs(SPLIT)
+    first = forward(x)
+    for _ in range(1000):
+        again = forward(x)
+        assert torch.equal(again.o, first.o)
+        assert torch.equal(again.final_state, first.final_state)
 
 
-def test_op_has_the_same_bits_in_every_save_mode_and_every_time():
-    x = problem([1500, 700, 64, 3], 2, 8)
-    do, d_final = cotangents(x)
-    first = evaluate(x, do, d_final, "gluon", save="light")
-    for save in ("none", "full", "light"):
-        again = evaluate(x, do, d_final, "gluon", save=save)
-        for name, value in first.items():
-            assert torch.equal(value, again[name]), (name, save)
+def test_launches_resolved_afresh_have_the_bits_of_kept_ones():
+    x = GLUON.inputs(SPLIT)
+    kept = [forward(x), forward(x)]
+    names = [record.program for record in launch.records() if record.phase == "forward"]
+    assert names == [f"{stage}_kernel" for stage in ("prepare", "summarize", "fold", "scan")]
+    with launch.fresh():
+        assert_bitwise(forward(x), kept[0])
+    assert_bitwise(kept[1], kept[0])
 
 
-def test_forward_has_the_same_bits_two_hundred_times():
-    x = problem([1500, 700, 64, 3, 2000], 2, 8)
-    first = gdn_forward(**x, backend="gluon")
-    for _ in range(200):
-        again = gdn_forward(**x, backend="gluon")
-        assert torch.equal(first.o, again.o)
-        assert torch.equal(first.final_state, again.final_state)
-
-
-def test_launches_resolved_afresh_have_the_bits_of_those_from_the_table():
-    x = problem([1500, 33], 2, 4)
-    launch.forget()
-    fresh = gdn_forward(**x, backend="gluon")
-    again = gdn_forward(**x, backend="gluon")
-    names = [record.program for record in launch.records()]
-    stages = ["prepare", "summarize", "split", "fold", "scan"]
-    assert names == 2 * [f"{stage}_kernel" for stage in stages]
-    assert torch.equal(fresh.o, again.o)
-    assert torch.equal(fresh.final_state, again.final_state)
-
-
-def test_document_keeps_its_bits_beside_one_of_nan_and_inf():
-    x = problem([70, 90, 33], 2, 4)
-    clean = gdn_forward(**x, backend="gluon")
+def test_a_document_keeps_its_bits_beside_one_of_nan_and_inf():
+    work = Workload(lengths=(70, 90, 33), tail=0)
+    x = GLUON.inputs(work)
+    clean = forward(x)
     for name in ("q", "k", "v", "g", "beta"):
-        x[name][:, 70:120] = float("nan")
-        x[name][:, 120:160] = float("inf")
-    dirty = gdn_forward(**x, backend="gluon")
+        getattr(x, name)[:, 70:120] = float("nan")
+        getattr(x, name)[:, 120:160] = float("inf")
+    dirty = forward(x)
     for rows in (slice(0, 70), slice(160, 193)):
         assert torch.equal(clean.o[:, rows], dirty.o[:, rows])
-    for document in (0, 2):
-        assert torch.equal(clean.final_state[document], dirty.final_state[document])
+    for index in (0, 2):
+        assert torch.equal(clean.final_state[index], dirty.final_state[index])
 
 
-def test_document_keeps_its_bits_alone_and_packed():
-    x = problem([300, 65, 1000], 2, 4)
-    packed = gdn_forward(**x, backend="gluon")
-    rows = slice(365, 1365)
-    alone = {n: x[n][:, rows] for n in ("q", "k", "v", "g", "beta")}
-    single = gdn_forward(
-        **alone, initial_state=x["initial_state"][2:], output_final_state=True, backend="gluon"
-    )
-    assert torch.equal(packed.o[:, rows], single.o)
-    assert torch.equal(packed.final_state[2:], single.final_state)
+def test_views_of_a_packed_projection_are_read_in_place_with_the_same_bits():
+    from longdelta.kernels.gluon.tiles import in_place
 
-
-def test_views_of_a_fused_projection_are_read_in_place_with_the_same_bits():
-    x = problem([130, 20], 2, 4)
-    fused = torch.full((1, 150, 8, 128), float("nan"), dtype=torch.bfloat16, device="cuda")
-    views = {"q": fused[:, :, :2], "k": fused[:, :, 2:4], "v": fused[:, :, 4:]}
+    x = GLUON.inputs(SPLIT)
+    packed = torch.full((1, SPLIT.rows, 12, 128), float("nan"), dtype=BF16, device="cuda")
+    views = {"q": packed[:, :, :2], "k": packed[:, :, 2:4], "v": packed[:, :, 4:]}
     for name, view in views.items():
-        view.copy_(x[name])
-    assert torch.equal(
-        gdn_forward(**x, backend="gluon").o, gdn_forward(**(x | views), backend="gluon").o
+        view.copy_(getattr(x, name))
+        assert in_place(view[0]).data_ptr() == view.data_ptr()
+    assert_bitwise(forward(x.with_(**views)), forward(x))
+
+
+def test_rows_of_a_packed_projection_beyond_two_to_the_31_elements():
+    T, last = 175_000, 200
+    packed = torch.zeros(1, T, 96, 128, dtype=BF16, device="cuda")  # 4.3 GB
+    assert (T - last) * packed.stride(1) > 2**31
+    for heads in (slice(0, 1), slice(1, 2), slice(94, 96)):
+        packed[:, -last:, heads] = unit(1, last, heads.stop - heads.start, 128)
+    x = Inputs(
+        packed[:, :, :1],
+        packed[:, :, 1:2],
+        packed[:, :, 94:],
+        rates(1, T, 2) / 16,
+        rates(1, T, 2).exp(),
+        None,
+        torch.tensor([0, T - last, T]),
+    )
+    alone = forward(document(x, T - last, T, None))
+    assert torch.equal(forward(x).o[:, -last:], alone.o)
+
+
+def test_outputs_beyond_two_to_the_31_elements():
+    HV, long, last = 64, 2**18, 100
+    T = long + last
+    v = torch.zeros(1, T, HV, 128, dtype=BF16, device="cuda")  # 4.3 GB, o as much
+    v[:, long:] = unit(1, last, HV, 128)
+    x = Inputs(
+        unit(1, T, 1, 128),
+        unit(1, T, 1, 128),
+        v,
+        rates(1, T, HV),
+        rates(1, T, HV).exp(),
+        None,
+        torch.tensor([0, long, T]),
+    )
+    assert long * v.stride(1) >= 2**31
+    found, alone = forward(x), forward(document(x, long, T, None))
+    assert torch.equal(found.o[:, long:], alone.o)
+    assert torch.equal(found.final_state[1:], alone.final_state)
+    assert not found.o[:, :long].any()
+
+
+def many_documents(N: int, HV: int) -> Inputs:
+    """N documents of eight tokens, with states; 8.6 GB of them for 131,136 heads and documents."""
+    T = 8 * N
+    return Inputs(
+        unit(1, T, HV, 128),
+        unit(1, T, HV, 128),
+        unit(1, T, HV, 128),
+        rates(1, T, HV),
+        rates(1, T, HV).exp(),
+        torch.randn(N, HV, 128, 128, device="cuda"),
+        8 * torch.arange(N + 1),
     )
 
 
-def test_value_first_states_are_the_same_bits_transposed():
-    x = problem([130, 20], 2, 4)
-    plain = gdn_forward(**x, backend="gluon")
-    turned = x | {"initial_state": x["initial_state"].transpose(-1, -2).contiguous()}
-    found = gdn_forward(**turned, state_v_first=True, backend="gluon")
-    assert torch.equal(found.o, plain.o)
-    assert torch.equal(found.final_state.transpose(-1, -2), plain.final_state)
+def test_states_beyond_two_to_the_31_elements_and_more_than_65535_documents_and_heads():
+    N, HV = 2049, 64
+    x = many_documents(N, HV)
+    assert x.initial_state[:-1].numel() >= 2**31
+    found = forward(x)
+    for n in (0, N // 2 + 1, N - 1):
+        rows = slice(8 * n, 8 * n + 8)
+        alone = forward(document(x, rows.start, rows.stop, n))
+        assert torch.equal(found.o[:, rows], alone.o)
+        assert torch.equal(found.final_state[n : n + 1], alone.final_state)
 
 
-def test_normalised_keys_and_raw_gates_agree_with_float64():
-    x = problem([300, 100], 2, 4)
-    raw = {
-        "q": 3 * torch.randn_like(x["q"]),
-        "k": 2 * torch.randn_like(x["k"]),
-        "beta": torch.randn_like(x["beta"]),
-        "A_log": torch.randn(4, device="cuda"),
-        "dt_bias": torch.randn(4, device="cuda"),
-    }
-    flags = {
-        "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
-    }
-    x = x | raw | {"g": torch.randn_like(x["g"])} | flags
-    ours = gdn_forward(**x, backend="gluon")
-    truth = gdn_forward(**widened(x), backend="eager")
-    budgets.assert_within("o", ours.o, truth.o, budgets.HOPPER["o"])
-    budgets.assert_within(
-        "final_state", ours.final_state, truth.final_state, budgets.HOPPER["final_state"]
+def test_tapes_beyond_two_to_the_31_elements():
+    N, HV = 2049, 64
+    x = many_documents(N, HV)
+    saved = gdn_forward(**called(x) | {"output_final_state": False}, save="full").saved.tensor
+    counts = Counts.of(walk(x.cu_seqlens.tolist(), HV, rows=8 * N))
+    tapes = Sizes(counts, HV, 128, 128, BF16, "gluon").views(KEPT["full"], saved)
+    assert tapes["S"][:-1].numel() >= 2**31
+    assert torch.equal(tapes["S"][-1], x.initial_state[-1].to(BF16))
+    assert torch.equal(tapes["S"][N // 2], x.initial_state[N // 2].to(BF16))
+
+
+def test_every_element_is_written_while_another_stream_holds_multiprocessors():
+    x = GLUON.inputs(SPLIT)
+    quiet = forward(x)
+    a = torch.randn(8192, 8192, dtype=BF16, device="cuda")
+    busy = torch.cuda.Stream()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory then is full of NaN
+    for _ in range(5):
+        busy.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(busy):
+            for _ in range(4):
+                a @ a
+        assert_bitwise(forward(x), quiet)
+
+
+def test_a_call_runs_on_the_stream_that_is_current():
+    x = GLUON.inputs(SPLIT)
+    quiet, side = forward(x), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)  # so that a launch on another stream would run too early
+        moved = x.with_(v=x.v + 0)
+        found = forward(moved)
+    side.synchronize()
+    assert_bitwise(found, quiet)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
+def test_a_call_on_a_device_that_is_not_the_current_one():
+    x, cotangents = GLUON.inputs(SPLIT), GLUON.cotangents(SPLIT)
+    here = GLUON.evaluate(x, cotangents)
+    there = Machine("gluon", "cuda:1").evaluate(x, cotangents)
+    assert torch.cuda.current_device() == 0
+    assert there.dq.device == there.o.device == torch.device("cuda:1")
+    assert_bitwise(Results(*(y.to("cuda:0") for y in there)), here)
+
+
+def both(x: Inputs, cotangents: Cotangents, backward: bool) -> Results:
+    found = gdn_forward(**called(x), save="light")
+    gradients = [None] * 6
+    if backward:
+        gradients = gdn_backward(*cotangents, **called(x), saved=found.saved)[:6]
+    return Results(found.o, found.final_state, *gradients)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_captured_graph_replays_with_other_contents(backward):
+    x, cotangents = GLUON.inputs(SPLIT), GLUON.cotangents(SPLIT)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            both(x, cotangents, backward)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both(x, cotangents, backward)
+    for seed in (1, 2):
+        other = GLUON.inputs(Workload(lengths=SPLIT.lengths, HV=8, tail=0, seed=seed))
+        for name in ("q", "k", "v", "g", "beta", "initial_state"):
+            getattr(x, name).copy_(getattr(other, name))
+        graph.replay()
+        replayed = Results(*(y if y is None else y.clone() for y in found))
+        assert_bitwise(replayed, both(other, cotangents, backward))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_call_that_was_made_before_never_waits_for_the_device(backward):
+    x, cotangents = GLUON.inputs(SPLIT), GLUON.cotangents(SPLIT)
+    before = both(x, cotangents, backward)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = both(x, cotangents, backward)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_bitwise(again, before)
+
+
+def test_fifty_random_packings_compile_nothing(monkeypatch):
+    from triton import knobs
+
+    forward(GLUON.inputs(SPLIT))
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda **_: compiled.append("a kernel")
     )
+    draw = random.Random(5)
+    for _ in range(50):
+        lengths = tuple(draw.randrange(0, 900) for _ in range(draw.randrange(1, 12)))
+        forward(GLUON.inputs(Workload(lengths=lengths, HV=8, tail=draw.randrange(3))))
+    assert not compiled

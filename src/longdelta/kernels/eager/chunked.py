@@ -15,9 +15,9 @@ from torch import Tensor
 from longdelta.kernels.stages import Pairs, Tables, Tasks
 from longdelta.plan.chunks import CHUNK
 
-_BLOCK_ELEMENTS = 1 << 20
-"""Elements of the largest temporary of a block, 4 MiB in float32: 2^18 and 2^22 were slower at
-16,384 tokens (docs/log.md, 2026-11-30)."""
+_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Elements of the largest temporary of a block. CPU: 4 MiB in float32; 2^18 and 2^22 were slower at
+16,384 tokens (docs/log.md, 2026-11-30). GPU: launches are what costs time."""
 
 
 def gather(x: Tensor, tables: Tables, chunks: Tensor, dtype: torch.dtype) -> Tensor:
@@ -36,16 +36,20 @@ def scatter_rows(padded: Tensor, tables: Tables, first: int, last: int, *, out: 
     out[start:stop] = padded.transpose(1, 2).flatten(0, 1).index_select(0, slots).to(out.dtype)
 
 
+def _fitting(tables: Tables, elements: int) -> int:
+    return max(1, _BLOCK_ELEMENTS.get(tables.device.type, 1 << 20) // elements)
+
+
 def chunk_blocks(tables: Tables, elements_per_chunk: int) -> Iterator[tuple[int, int]]:
     """Ranges of chunks that keep temporaries small, for stages that treat chunks alike."""
-    size = max(1, _BLOCK_ELEMENTS // elements_per_chunk)
+    size = _fitting(tables, elements_per_chunk)
     for first in range(0, tables.walk.chunks, size):
         yield first, min(first + size, tables.walk.chunks)
 
 
 def task_blocks(tables: Tables, stage: str, elements_per_task: int) -> tuple[Tasks, ...]:
     """Blocks of segments that keep temporaries small, for stages that walk."""
-    return tables.blocks(stage, max(1, _BLOCK_ELEMENTS // elements_per_task))
+    return tables.blocks(stage, _fitting(tables, elements_per_task))
 
 
 def repeat_heads(x: Tensor, HV: int) -> Tensor:

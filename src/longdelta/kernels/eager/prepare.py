@@ -2,6 +2,7 @@
 
     G_i = sum_{j <= i} max(g_j, -87)       N = tril(K K^T, -1), shared by a q/k head's value heads
     (I + D N)^-1 = I + D Z, D = diag(beta)
+    bound = sum_i max(g_i, -87) + ln max(1, |1 - beta_i |k_i|^2|)
 Z has no factor beta_i or beta_j, and |Z| <= 1 for |k| <= 1, beta <= 2.
 
 By block merges from 1 x 1 up: two neighbouring w x w inverses and the link N_w between them give
@@ -15,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longdelta.kernels.eager.chunked import chunk_blocks, gather
+from longdelta.kernels.eager.chunked import chunk_blocks, gather, repeat_heads
 from longdelta.kernels.stages import Tables
 from longdelta.plan.chunks import CHUNK
 
@@ -60,14 +61,25 @@ def unit_inverse(N: Tensor, beta: Tensor) -> Tensor:
     return Z
 
 
-def prepare(k: Tensor, g: Tensor, beta: Tensor, tables: Tables, *, G: Tensor, Z: Tensor) -> None:
+def prepare(
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    tables: Tables,
+    *,
+    G: Tensor,
+    Z: Tensor,
+    bound: Tensor,
+) -> None:
     HV, H = g.shape[1], k.shape[1]
     dtype = G.dtype
     for first, last in chunk_blocks(tables, HV * CHUNK * CHUNK):
         chunks = torch.arange(first, last, device=k.device)
         G[first:last] = cumulative(gather(g, tables, chunks, dtype).clamp_min(GATE_FLOOR))
         keys = gather(k, tables, chunks, dtype).flatten(0, 1)
-        N = torch.bmm(keys, keys.transpose(1, 2)).tril(-1).view(-1, H, CHUNK, CHUNK)
-        N = N.repeat_interleave(HV // H, dim=1).flatten(0, 1)
+        products = torch.bmm(keys, keys.transpose(1, 2)).view(-1, H, CHUNK, CHUNK)
+        products = repeat_heads(products, HV)
         b = gather(beta, tables, chunks, dtype).flatten(0, 1)
-        Z[first:last] = unit_inverse(N, b).view(-1, HV, CHUNK, CHUNK)
+        Z[first:last] = unit_inverse(products.tril(-1), b).view(-1, HV, CHUNK, CHUNK)
+        stretch = (1 - b * products.diagonal(dim1=1, dim2=2)).abs().clamp_min(1) - 1
+        bound[first:last] = G[first:last, :, -1] + torch.log1p(stretch).sum(-1).view(-1, HV)

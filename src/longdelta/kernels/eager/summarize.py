@@ -4,6 +4,7 @@ Chunk by chunk, with X = D (I + Z^T D) K:
     S <- gamma S - X^T (gamma K S - r V)        P <- P - X^T K P,    M = e^{sum of g} P
 The gate enters M once, at the end: inside the walk it would take M to subnormal numbers, whose
 products are many times slower on a CPU (docs/log.md, 2026-11-30).
+Every chunk is walked: `bound`, by which a backend may leave out what is forgotten, is not needed.
 The first segment of a document is walked from its initial state and needs no M; a segment between
 two borders is walked from zero and M from the identity; the last one gives nothing.
 """
@@ -60,6 +61,7 @@ def summarize(
     beta: Tensor,
     G: Tensor,
     Z: Tensor,
+    bound: Tensor,
     initial_state: Tensor | None,
     tables: Tables,
     *,

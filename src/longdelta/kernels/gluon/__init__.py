@@ -4,6 +4,7 @@ The forward stages are kernels. The adjoint stages are the eager ones on the ten
 backend, widened to float32: right, and slow.
 """
 
+from longdelta.kernels.gluon.activate import activate
 from longdelta.kernels.gluon.adjoint import adjoint_scan, adjoint_summarize, gradients
 from longdelta.kernels.gluon.fold import adjoint_fold, fold
 from longdelta.kernels.gluon.prepare import prepare
@@ -11,6 +12,7 @@ from longdelta.kernels.gluon.scan import scan
 from longdelta.kernels.gluon.summarize import summarize
 
 __all__ = [
+    "activate",
     "adjoint_fold",
     "adjoint_scan",
     "adjoint_summarize",

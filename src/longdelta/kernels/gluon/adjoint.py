@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from longdelta.kernels import eager
 
 
 def _widened(stage: Callable[..., None]) -> Callable[..., None]:
-    """The stage in float32, q and k first rounded as the kernels take them, tapes and all."""
+    """The stage in float32 on the numbers that the kernels took, tapes and all."""
 
-    def run(q: Tensor, k: Tensor, *arguments: Any, **outputs: Tensor | None) -> None:
+    def run(*arguments: Any, **outputs: Tensor | None) -> None:
         wide = [x.float() if isinstance(x, Tensor) else x for x in arguments]
         held = {n: x if x is None or x.itemsize > 2 else x.float() for n, x in outputs.items()}
-        stage(q.to(torch.bfloat16).float(), k.to(torch.bfloat16).float(), *wide, **held)
+        stage(*wide, **held)
         for name, x in outputs.items():
             if x is not None and x is not held[name]:
                 x.copy_(held[name])

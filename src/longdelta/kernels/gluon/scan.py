@@ -1,19 +1,23 @@
 """scan: state and output, one chunk after another, every segment from its own S_in.
 
-    W = V - E K S        Uh = W + (Gam * Z * b_j) W        O = s E Q S + (s Gam * Q K^T * b_j) Uh
-    S <- gamma S + K^T (r b Uh)
-One program walks one (segment, value head) after another. The state is held transposed, 64 value
-rows x 128 keys of fp32 in each of two warp groups, and is itself the register operand of the
-products with K and Q, so it never passes through shared memory. Per chunk and group three waits:
-[K S, Q S], [(Gam Z b) W], [K^T r b Uh, P Uh]. A third group makes Gam Z b and P = s Gam Q K^T b, a
-single warp loads. Barriers: full (the tiles and vectors of a stage have come), ready (Gam Z b and P
-are made), empty (both state groups are done with the stage).
-The tapes S and Uh come from the same instructions whether or not o is wanted.
+    W = V - E K S        Uh = W + (Gam Z b_j) W
+    O = s E Q S + (s Gam Q K^T b_j) Uh        S <- gamma S + K^T (r b Uh)
+One program walks one (segment, value head) after another. Two warp groups hold 64 values of the
+state each, transposed, [values, keys] in fp32, in registers: it is itself the operand of the
+products with K and Q and never passes through shared memory. A third group makes Gam Z b and
+P = s Gam Q K^T b ahead of them, a single warp loads.
+
+Per chunk and group three waits: [K S, Q S], [(Gam Z b) W], [K^T r b Uh, P Uh]. O is stored a chunk
+later, under K S, since the next chunk waits for nothing of it.
+
+Barriers, by stage: full (tiles and vectors are there), ready (Gam Z b and P are made), empty (both
+state groups are done). Shared memory: a ring of three stages of 64 KB (Q, K, V, Z, P), two where
+both o and tapes are wanted; O, 16 KB; S and Uh for the tapes, 48 KB. S and Uh come from the same
+instructions whether or not o and tapes are wanted.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,21 +29,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from longdelta.kernels.gluon.dialect import async_load, async_store, barrier, reinterpret
 from longdelta.kernels.gluon.states import laid_out, state_pointers
-from longdelta.kernels.gluon.tables import tables_of
-from longdelta.kernels.gluon.tiles import LOG2E, flat, in_place, ragged, to_bf16
+from longdelta.kernels.gluon.tables import DeviceTables, tables_of
+from longdelta.kernels.gluon.tiles import LOG2E, flat, from_bf16, in_place, ragged, to_bf16
+from longdelta.kernels.gluon.variants import Variant
 from longdelta.kernels.stages import Tables
-from longdelta.runtime.launch import launch, programs
+from longdelta.runtime.launch import Program, programs, resolved
 
 
 @gluon.jit
-def _load(
-    loads, vectors, tasks, chunks, n_tasks, HV, GROUP, smem, OUT: gl.constexpr, STAGES: gl.constexpr
-):
+def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr):
+    loads, vectors, chunks, GROUP, walks, smem = given
     qd, kd, vd, zd = loads
     Gp, bp = vectors
-    qs, ks, v0s, v1s, zs, gs, bs, rs, full, empty = smem
-    RAG: gl.constexpr = qd.layout
+    tasks, n_tasks, HV = walks
+    qs, ks, v0s, v1s, zs, gs, bs, es, rs, full, empty = smem
+    RAG: gl.constexpr = kd.layout
     TILES: gl.constexpr = 3 if OUT else 2
     lane = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
     it = 0
@@ -63,32 +69,35 @@ def _load(
             mbarrier.expect(bar, TILES * 16384 + 8192)
             y = row + size
             x = 64 - size
-            k_tile = ks.index(s)._reinterpret(gl.bfloat16, [1, 64, 1, 128], RAG)
-            tma.async_copy_global_to_shared(kd, [y, x, hk, 0], bar, k_tile)
+            k_tile = reinterpret(ks.index(s), gl.bfloat16, [1, 64, 1, 128], RAG)
+            async_load(kd, [y, x, hk, 0], bar, k_tile)
             if OUT:
-                q_tile = qs.index(s)._reinterpret(gl.bfloat16, [1, 64, 1, 128], RAG)
-                tma.async_copy_global_to_shared(qd, [y, x, hk, 0], bar, q_tile)
-            tma.async_copy_global_to_shared(zd, [slot * 64, 0], bar, zs.index(s))
-            v0 = v0s.index(s)._reinterpret(gl.bfloat16, [1, 64, 1, 64], RAG)
-            v1 = v1s.index(s)._reinterpret(gl.bfloat16, [1, 64, 1, 64], RAG)
-            tma.async_copy_global_to_shared(vd, [y, x, h, 0], bar, v0)
-            tma.async_copy_global_to_shared(vd, [y, x, h, 64], bar, v1)
+                q_tile = reinterpret(qs.index(s), gl.bfloat16, [1, 64, 1, 128], RAG)
+                async_load(qd, [y, x, hk, 0], bar, q_tile)
+            async_load(zd, [slot * 64, 0], bar, zs.index(s))
+            v0 = reinterpret(v0s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
+            v1 = reinterpret(v1s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
+            async_load(vd, [y, x, h, 0], bar, v0)
+            async_load(vd, [y, x, h, 64], bar, v1)
             gs.index(s).store(g2)
             bs.index(s).store(b)
+            es.index(s).store(-gl.exp2(g2))
             rs.index(s).store(b * gl.exp2(last - g2))
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(bar, count=1)
             it += 1
 
 
 @gluon.jit
-def _within(tasks, n_tasks, HV, scale, smem, OUT: gl.constexpr, STAGES: gl.constexpr):
-    """Gam Z b over Z in place, and P b."""
+def _within(given, OUT: gl.constexpr, STAGES: gl.constexpr):
+    """Gam Z b over Z in place, and P."""
+    scale, walks, smem = given
+    tasks, n_tasks, HV = walks
     qs, ks, zs, ps, gs, bs, full, ready = smem
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, L))
-    gz = zs._reinterpret(gl.bfloat16, [STAGES, 64, 64], zs.layout)
+    gz = reinterpret(zs, gl.bfloat16, [STAGES, 64, 64], zs.layout)
     it = 0
     for t in range(gl.program_id(0), n_tasks, gl.num_programs(0)):
         n = gl.load(tasks + (t // HV) * 8 + 1)
@@ -100,35 +109,41 @@ def _within(tasks, n_tasks, HV, scale, smem, OUT: gl.constexpr, STAGES: gl.const
                 a = warpgroup_mma(
                     qs.index(s), ks.index(s).permute((1, 0)), a, use_acc=False, is_async=True
                 )
-            gi = gs.index(s).load(gl.SliceLayout(1, L))
-            gj = gs.index(s).load(gl.SliceLayout(0, L))
-            gam = gl.exp2(
-                gl.where(i[:, None] >= j[None, :], gi[:, None] - gj[None, :], float("-inf"))
-            )
+            gi = gs.index(s).load(gl.SliceLayout(1, L))[:, None]
+            gj = gs.index(s).load(gl.SliceLayout(0, L))[None, :]
+            # i >= j: the thread's share on one side, constants on the other (states.py, Addresses).
+            below = (i & 55)[:, None] - (j & 6)[None, :] >= (j & 57)[None, :] - (i & 8)[:, None]
+            gam = gl.exp2(gl.where(below, gi - gj, float("-inf")))
             gam = gam * bs.index(s).load(gl.SliceLayout(0, L))[None, :]
             z = to_bf16(zs.index(s).load(L).to(gl.float32) * gam)
-            gl.thread_barrier()
+            barrier()
             gz.index(s).store(z)
             if OUT:
                 a = warpgroup_mma_wait(0, [a])
                 ps.index(s).store(to_bf16(a * (gam * scale)))
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(ready.index(s), count=1)
             it += 1
 
 
 @gluon.jit
+def _put(od, at, out, o, PENDING: gl.constexpr):
+    """Rows of O out, once this buffer's last store has read it."""
+    row, size, h, column = at
+    tma.store_wait(PENDING)
+    barrier()
+    out.permute((1, 0)).store(o)
+    fence_async_shared()
+    barrier()
+    tile = reinterpret(out, gl.bfloat16, [1, 64, 1, 64], od.layout)
+    async_store(od, [row + size, 64 - size, h, column], tile)
+
+
+@gluon.jit
 def _walk(
-    stores,
-    states,
-    tasks,
-    chunks,
-    n_tasks,
-    HV,
-    scale,
-    smem,
-    COLUMN: gl.constexpr,
+    given,
+    HALF: gl.constexpr,
     INITIAL: gl.constexpr,
     FINAL: gl.constexpr,
     V_FIRST: gl.constexpr,
@@ -136,17 +151,26 @@ def _walk(
     TAPES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    stores, states, chunks, scale, walks, smem = given
     od, sd, ud = stores
     border, initial, final = states
-    qs, ks, vs, zs, ps, gs, rs, out, snap, tape, full, empty, ready = smem
+    tasks, n_tasks, HV = walks
+    qs, ks, vs, zs, ps, es, rs, outs, snaps, tapes, full, empty, ready = smem
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LU: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     AU: gl.constexpr = gl.DotOperandLayout(0, LU, 2)
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
     CU: gl.constexpr = gl.SliceLayout(0, LU)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    COLUMN: gl.constexpr = 64 * HALF
     PENDING: gl.constexpr = (1 if OUT else 0) + (2 if TAPES else 0) - 1
-    gz = zs._reinterpret(gl.bfloat16, [STAGES, 64, 64], zs.layout)
+    gz = reinterpret(zs, gl.bfloat16, [STAGES, 64, 64], zs.layout)
+    out = outs.index(HALF)
+    snap = snaps.index(HALF)
+    tape = tapes.index(HALF)
     it = 0
+    o3 = gl.zeros([64, 64], gl.bfloat16, LU)
+    at = (0, 0, 0, COLUMN)  # no rows
     for t in range(gl.program_id(0), n_tasks, gl.num_programs(0)):
         seg = t // HV
         h = t - seg * HV
@@ -160,78 +184,72 @@ def _walk(
             S = gl.load(state_pointers(border, enter * HV + h, COLUMN, False, LS))
         elif INITIAL:
             S = gl.load(state_pointers(initial, start * HV + h, COLUMN, V_FIRST, LS))
+        Sb = to_bf16(S)
         for c in range(first, first + n):
             s = it % STAGES
-            mbarrier.wait(full.index(s), (it // STAGES) & 1)
             k = ks.index(s)
-            Sb = to_bf16(S)
+            mbarrier.wait(full.index(s), (it // STAGES) & 1)
             a = gl.convert_layout(Sb, AU)
             u = gl.zeros([64, 64], gl.float32, LU)
             u = warpgroup_mma(a, k.permute((1, 0)), u, use_acc=False, is_async=True)
             if OUT:
+                _put(od, at, out, o3, PENDING)
                 o = gl.zeros([64, 64], gl.float32, LU)
                 o = warpgroup_mma(a, qs.index(s).permute((1, 0)), o, use_acc=False, is_async=True)
             if TAPES:
                 tma.store_wait(PENDING)
-                gl.thread_barrier()
+                barrier()
                 snap.permute((1, 0)).store(Sb)
                 fence_async_shared()
-                gl.thread_barrier()
-                tma.async_copy_shared_to_global(sd, [(c * HV + h) * 128, COLUMN], snap)
-            gamma = gl.exp2(
-                gl.sum(gs.index(s).slice(63, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            )
+                barrier()
+                async_store(sd, [(c * HV + h) * 128, COLUMN], snap)
             v = vs.index(s).permute((1, 0)).load(LU)
+            mbarrier.wait(ready.index(s), (it // STAGES) & 1)
             if OUT:
                 done = warpgroup_mma_wait(0, [u, o, a])
                 u = done[0]
-                o1 = done[1]
+                o = done[1]
             else:
                 u = warpgroup_mma_wait(0, [u, a])[0]
-            e = gl.exp2(gs.index(s).load(CU))
-            w = v.to(gl.float32) - u * e[None, :]
+            e = es.index(s).load(CU)
+            w = from_bf16(v) + u * e[None, :]
             wb = gl.convert_layout(to_bf16(w), AU)
-            mbarrier.wait(ready.index(s), (it // STAGES) & 1)
             w = warpgroup_mma(wb, gz.index(s).permute((1, 0)), w, is_async=True)
-            S = S * gamma
+            # Read only here, gamma cannot hold up the product above.
+            S = S * -gl.sum(es.index(s).slice(63, 1).load(ONE), 0)
+            r = rs.index(s).load(CU)
             if OUT:
-                o2 = o1 * (e * scale)[None, :]
+                o2 = o * (e * -scale)[None, :]
             w = warpgroup_mma_wait(0, [w, wb])[0]
             Uh = to_bf16(w)
-            x = gl.convert_layout(to_bf16(w * rs.index(s).load(CU)[None, :]), AS)
+            x = gl.convert_layout(to_bf16(w * r[None, :]), AS)
             S = warpgroup_mma(x, k, S, is_async=True)
             if OUT:
                 y = gl.convert_layout(Uh, AU)
                 o2 = warpgroup_mma(y, ps.index(s).permute((1, 0)), o2, is_async=True)
             if TAPES:
                 tma.store_wait(PENDING)
-                gl.thread_barrier()
+                barrier()
                 tape.permute((1, 0)).store(Uh)
                 fence_async_shared()
-                gl.thread_barrier()
-                tma.async_copy_shared_to_global(ud, [(c * HV + h) * 64, COLUMN], tape)
+                barrier()
+                async_store(ud, [(c * HV + h) * 64, COLUMN], tape)
             if OUT:
-                row = gl.load(chunks + 2 * c)
-                size = gl.load(chunks + 2 * c + 1)
+                at = (gl.load(chunks + 2 * c), gl.load(chunks + 2 * c + 1), h, COLUMN)
                 done = warpgroup_mma_wait(0, [S, o2, x, y])
                 S = done[0]
-                o3 = done[1]
-                tma.store_wait(PENDING)
-                gl.thread_barrier()
-                mbarrier.arrive(empty.index(s), count=1)
-                out.permute((1, 0)).store(to_bf16(o3))
-                fence_async_shared()
-                gl.thread_barrier()
-                tile = out._reinterpret(gl.bfloat16, [1, 64, 1, 64], od.layout)
-                tma.async_copy_shared_to_global(od, [row + size, 64 - size, h, COLUMN], tile)
+                o3 = to_bf16(done[1])
             else:
                 S = warpgroup_mma_wait(0, [S, x])[0]
-                gl.thread_barrier()
-                mbarrier.arrive(empty.index(s), count=1)
+            barrier()
+            mbarrier.arrive(empty.index(s), count=1)
+            Sb = to_bf16(S)
             it += 1
         if FINAL:
             if end >= 0:
                 gl.store(state_pointers(final, end * HV + h, COLUMN, V_FIRST, LS), S)
+    if OUT:
+        _put(od, at, out, o3, PENDING)
     tma.store_wait(0)
 
 
@@ -271,24 +289,19 @@ def scan_kernel(
     zs = gl.allocate_shared_memory(gl.float16, [STAGES, 64, 64], tile)
     qs = ks
     ps = v0s
-    out0 = v0s.index(0)
-    out1 = v0s.index(0)
-    snap0 = ks.index(0)._reinterpret(gl.bfloat16, [128, 64], tile)
-    snap1 = snap0
-    tape0 = v0s.index(0)
-    tape1 = v0s.index(0)
+    outs = v0s
+    snaps = reinterpret(ks, gl.bfloat16, [STAGES, 128, 64], tile)
+    tapes = v0s
     if OUT:
         qs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
         ps = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
-        out0 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], tile)
-        out1 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], tile)
+        outs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)
     if TAPES:
-        snap0 = gl.allocate_shared_memory(gl.bfloat16, [128, 64], tile)
-        snap1 = gl.allocate_shared_memory(gl.bfloat16, [128, 64], tile)
-        tape0 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], tile)
-        tape1 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], tile)
+        snaps = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 64], tile)
+        tapes = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)
     gs = gl.allocate_shared_memory(gl.float32, [STAGES, 64], vector)
     bs = gl.allocate_shared_memory(gl.float32, [STAGES, 64], vector)
+    es = gl.allocate_shared_memory(gl.float32, [STAGES, 64], vector)
     rs = gl.allocate_shared_memory(gl.float32, [STAGES, 64], vector)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
@@ -297,60 +310,55 @@ def scan_kernel(
         mbarrier.init(full.index(s), count=2)
         mbarrier.init(empty.index(s), count=2)
         mbarrier.init(ready.index(s), count=1)
-    stores = (od, sd, ud)
-    states = (border, initial, final)
-    group0 = (qs, ks, v0s, zs, ps, gs, rs, out0, snap0, tape0, full, empty, ready)
-    group1 = (qs, ks, v1s, zs, ps, gs, rs, out1, snap1, tape1, full, empty, ready)
-    loads = (qd, kd, vd, zd)
-    ring = (qs, ks, v0s, v1s, zs, gs, bs, rs, full, empty)
-    inside = (qs, ks, zs, ps, gs, bs, full, ready)
+    walks = (tasks, n_tasks, HV)
+    states, stores = (border, initial, final), (od, sd, ud)
+    group0 = (qs, ks, v0s, zs, ps, es, rs, outs, snaps, tapes, full, empty, ready)
+    group1 = (qs, ks, v1s, zs, ps, es, rs, outs, snaps, tapes, full, empty, ready)
+    ring = (qs, ks, v0s, v1s, zs, gs, bs, es, rs, full, empty)
+    walk0 = (stores, states, chunks, scale, walks, group0)
+    walk1 = (stores, states, chunks, scale, walks, group1)
+    within = (scale, walks, (qs, ks, zs, ps, gs, bs, full, ready))
+    load = ((qd, kd, vd, zd), (G, beta), chunks, GROUP, walks, ring)
     gl.warp_specialize(
         [
-            (
-                _walk,
-                (
-                    stores,
-                    states,
-                    tasks,
-                    chunks,
-                    n_tasks,
-                    HV,
-                    scale,
-                    group0,
-                    0,
-                    INITIAL,
-                    FINAL,
-                    V_FIRST,
-                    OUT,
-                    TAPES,
-                    STAGES,
-                ),
-            ),
-            (
-                _walk,
-                (
-                    stores,
-                    states,
-                    tasks,
-                    chunks,
-                    n_tasks,
-                    HV,
-                    scale,
-                    group1,
-                    64,
-                    INITIAL,
-                    FINAL,
-                    V_FIRST,
-                    OUT,
-                    TAPES,
-                    STAGES,
-                ),
-            ),
-            (_within, (tasks, n_tasks, HV, scale, inside, OUT, STAGES)),
-            (_load, (loads, (G, beta), tasks, chunks, n_tasks, HV, GROUP, ring, OUT, STAGES)),
+            (_walk, (walk0, 0, INITIAL, FINAL, V_FIRST, OUT, TAPES, STAGES)),
+            (_walk, (walk1, 1, INITIAL, FINAL, V_FIRST, OUT, TAPES, STAGES)),
+            (_within, (within, OUT, STAGES)),
+            (_load, (load, OUT, STAGES)),
         ],
         [4, 4, 1],
         [192, 104, 24],
+    )
+
+
+def _program(
+    tables: DeviceTables,
+    HV: int,
+    H: int,
+    scale: float,
+    INITIAL: bool,
+    FINAL: bool,
+    V_FIRST: bool,
+    OUT: bool,
+    TAPES: bool,
+) -> Program:
+    walks = tables.scan.count * HV
+    return Program(
+        scan_kernel,
+        programs(walks, tables.scan.longest, tables.device),
+        tables.device,
+        tables.scan.rows,
+        tables.chunks,
+        walks,
+        HV,
+        HV // H,
+        scale,
+        INITIAL=INITIAL,
+        FINAL=FINAL,
+        V_FIRST=V_FIRST,
+        OUT=OUT,
+        TAPES=TAPES,
+        STAGES=2 if OUT and TAPES else 3,
     )
 
 
@@ -373,58 +381,52 @@ def scan(
 ) -> None:
     if o is not None and tables.walk.used_rows < o.shape[0]:
         o[tables.walk.used_rows :] = 0
-    device = tables_of(tables)
-    tasks = device.scan
-    HV, H = v.shape[1], k.shape[1]
-    if not tasks.count:
-        return
     final, v_first = laid_out(final_state)
     initial, initial_v_first = laid_out(initial_state)
-    if initial is not None and final is not None and initial_v_first != v_first:
+    if final is None:
+        v_first = initial_v_first
+    elif initial is not None and initial_v_first != v_first:
         initial = initial.transpose(-1, -2).contiguous().transpose(-1, -2)
         if not v_first:
             initial = initial.contiguous()
-    elif final is None:
-        v_first = initial_v_first
-    q, k, v = (in_place(x.to(torch.bfloat16)) for x in (q, k, v))
-    written = None if o is None else in_place(o)
-    out, taped = o is not None, S is not None
-    qd, kd, vd = ragged(q, 128), ragged(k, 128), ragged(v, 64)
-    zd = flat(Z, 64, 64)
-    od = vd if written is None else ragged(written, 64)
-    sd = flat(k, 128, 64) if S is None else flat(S, 128, 64)
-    ud = flat(k, 64, 64) if Uh is None else flat(Uh, 64, 64)
-    walks = tasks.count * HV
-    launch(
-        scan_kernel,
-        programs(walks, tasks.longest, v.device),
-        v,
-        qd,
-        kd,
+    q, k, v = in_place(q), in_place(k), in_place(v)
+    vd = ragged(v, 64)
+    program = resolved(
+        tables_of(tables),
+        _program,
+        v.shape[1],
+        k.shape[1],
+        scale,
+        initial is not None,
+        final is not None,
+        v_first,
+        o is not None,
+        S is not None,
+    )
+    program(
+        ragged(q, 128),
+        ragged(k, 128),
         vd,
-        zd,
-        od,
-        sd,
-        ud,
+        flat(Z, 64, 64),
+        vd if o is None else ragged(o, 64),
+        flat(k if S is None else S, 128, 64),
+        flat(k if Uh is None else Uh, 64, 64),
         G,
         beta,
         S_border,
         S_border if initial is None else initial,
         S_border if final is None else final,
-        tasks.rows,
-        device.chunks,
-        walks,
-        HV,
-        HV // H,
-        scale,
-        INITIAL=initial is not None,
-        FINAL=final is not None,
-        V_FIRST=v_first,
-        OUT=out,
-        TAPES=taped,
-        STAGES=2 if out and taped else 3,
     )
-    if written is not o and written is not None and o is not None:
-        o.copy_(written)
-    if final is not None and final is not final_state and final_state is not None:
-        final_state.copy_(final)
+
+
+def _variant(name: str, products: int, OUT: bool, TAPES: bool, V_FIRST: bool = False) -> Variant:
+    flags = {"INITIAL": True, "FINAL": True, "V_FIRST": V_FIRST, "OUT": OUT, "TAPES": TAPES}
+    return Variant(name, scan_kernel, products, flags | {"STAGES": 2 if OUT and TAPES else 3})
+
+
+VARIANTS = (
+    _variant("scan", 64, OUT=True, TAPES=False),
+    _variant("scan, value first", 64, OUT=True, TAPES=False, V_FIRST=True),
+    _variant("scan, tapes alone", 32, OUT=False, TAPES=True),
+    _variant("scan, both", 64, OUT=True, TAPES=True),
+)

@@ -19,7 +19,7 @@ def laid_out(state: Tensor | None) -> tuple[Tensor | None, bool]:
         return None, False
     if state.dtype != torch.float32:
         state = state.float()
-    if state.transpose(-1, -2).is_contiguous() and not state.is_contiguous():
+    if not state.is_contiguous() and state.transpose(-1, -2).is_contiguous():
         return state, True
     return state.contiguous(), False
 

@@ -2,116 +2,137 @@
 
 Chunk by chunk, with X = D (I + Z^T D) K:
     S <- gamma S - X^T (gamma K S - r V)        M <- gamma (M - X^T K M)
-M is the same walk without V, from the identity. One program walks S or M of one (segment, value
-head), held transposed in registers like scan's state, 64 rows in each of two warp groups; a third
-group makes X, a single warp loads. Two waits a chunk: [K S], [X^T error]. Barriers: full (a stage
-has come), ready and x_free (X made and read), empty (both groups are done with the stage).
+M is the same walk without V, from the identity. What the gates have made negligible at the
+segment's end is left out: with b_c the bound of chunk c's transition, the state before chunk c is
+forgotten where b_c + b_{c+1} + .. <= -20. A walk starts, from zero, with the chunk before the first
+state that is not; where the state that enters is forgotten, M is 0 and nothing is walked.
+
+One program walks S or M of one (segment, value head), held transposed in registers like scan's
+state, 64 rows in each of two warp groups; a third group makes X, a single warp loads. It is found
+where to start before the groups part. Two waits a chunk: [K S], [X^T error]. Barriers: full (a
+stage has come), ready and x_free (X made and read), empty (both groups are done with the stage).
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from longdelta.kernels.gluon.dialect import async_load, barrier, reinterpret
 from longdelta.kernels.gluon.states import laid_out, state_pointers
-from longdelta.kernels.gluon.tables import tables_of
+from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import LOG2E, flat, in_place, ragged, to_bf16
+from longdelta.kernels.gluon.variants import Variant
 from longdelta.kernels.stages import Tables
-from longdelta.runtime.launch import launch, programs
+from longdelta.plan import chunks as plan
+from longdelta.runtime.launch import Program, resolved
+
+FORGOTTEN = gl.constexpr(plan.FORGOTTEN)
 
 
 @gluon.jit
-def _load(loads, vectors, tasks, chunks, walks, HV, GROUP, smem, STAGES: gl.constexpr):
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _first_needed(bound, n, HV):
+    """The first of a segment's n + 1 states, one before each chunk and the last, that counts at
+    its end; one of NaN does."""
+    lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    needed = n
+    later = 0.0
+    for block in range((n - 1) // 128, -1, -1):
+        c = block * 128 + lane
+        x = gl.load(bound + c.to(gl.int64) * HV, mask=c < n, other=0.0)
+        decay = gl.associative_scan(x, 0, _add, reverse=True) + later
+        needed = gl.minimum(needed, gl.min(gl.where(decay <= FORGOTTEN, n, c), 0))
+        later += gl.sum(x, 0)
+    return needed
+
+
+@gluon.jit
+def _load(loads, vectors, table, n, smem, STAGES: gl.constexpr):
     kd, vd, zd = loads
     Gp, bp = vectors
+    chunks, first, h, is_map, HV, GROUP = table
     ks, v0s, v1s, zs, gs, bs, rs, full, empty = smem
     RAG: gl.constexpr = kd.layout
     lane = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    it = 0
-    for t in range(gl.program_id(0), walks, gl.num_programs(0)):
-        task = tasks + (t // HV) * 8
-        h = t - (t // HV) * HV
-        first = gl.load(task)
-        n = gl.load(task + 1)
-        with_values = gl.load(task + 3) == 0
-        hk = h // GROUP
-        for c in range(first, first + n):
-            row = gl.load(chunks + 2 * c)
-            size = gl.load(chunks + 2 * c + 1)
-            slot = c * HV + h
-            g = Gp + slot.to(gl.int64) * 64
-            g2 = gl.load(g + lane) * LOG2E
-            last = gl.load(g + 63) * LOG2E
-            b = gl.load(bp + (row + lane).to(gl.int64) * HV + h, mask=lane < size, other=0.0)
-            s = it % STAGES
-            mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
-            bar = full.index(s)
-            y = row + size
-            x = 64 - size
-            k_tile = ks.index(s)._reinterpret(gl.bfloat16, [1, 64, 1, 128], RAG)
-            if with_values:
-                mbarrier.expect(bar, 2 * 16384 + 8192)
-                v0 = v0s.index(s)._reinterpret(gl.bfloat16, [1, 64, 1, 64], RAG)
-                v1 = v1s.index(s)._reinterpret(gl.bfloat16, [1, 64, 1, 64], RAG)
-                tma.async_copy_global_to_shared(vd, [y, x, h, 0], bar, v0)
-                tma.async_copy_global_to_shared(vd, [y, x, h, 64], bar, v1)
-            else:
-                mbarrier.expect(bar, 16384 + 8192)
-            tma.async_copy_global_to_shared(kd, [y, x, hk, 0], bar, k_tile)
-            tma.async_copy_global_to_shared(zd, [slot * 64, 0], bar, zs.index(s))
-            gs.index(s).store(g2)
-            bs.index(s).store(b)
-            rs.index(s).store(gl.exp2(last - g2))
-            gl.thread_barrier()
-            mbarrier.arrive(bar, count=1)
-            it += 1
+    hk = h // GROUP
+    row = gl.load(chunks + 2 * first)
+    size = gl.load(chunks + 2 * first + 1)
+    for it in range(n):
+        c = first + it
+        slot = c * HV + h
+        s = it % STAGES
+        bar = full.index(s)
+        y = row + size
+        x = 64 - size
+        k_tile = reinterpret(ks.index(s), gl.bfloat16, [1, 64, 1, 128], RAG)
+        mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
+        if is_map:
+            mbarrier.expect(bar, 16384 + 8192)
+        else:
+            mbarrier.expect(bar, 2 * 16384 + 8192)
+        async_load(kd, [y, x, hk, 0], bar, k_tile)
+        async_load(zd, [slot * 64, 0], bar, zs.index(s))
+        if not is_map:
+            v0 = reinterpret(v0s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
+            v1 = reinterpret(v1s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
+            async_load(vd, [y, x, h, 0], bar, v0)
+            async_load(vd, [y, x, h, 64], bar, v1)
+        g = Gp + slot.to(gl.int64) * 64
+        g2 = gl.load(g + lane)
+        last = gl.load(g + 63)
+        b = gl.load(bp + (row + lane).to(gl.int64) * HV + h, mask=lane < size, other=0.0)
+        following = chunks + 2 * gl.minimum(c + 1, first + n - 1)
+        row = gl.load(following)
+        size = gl.load(following + 1)
+        gs.index(s).store(g2 * LOG2E)
+        bs.index(s).store(b)
+        rs.index(s).store(gl.exp2(last * LOG2E - g2 * LOG2E))
+        barrier()
+        mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit
-def _transfer(tasks, walks, HV, smem, STAGES: gl.constexpr, X_STAGES: gl.constexpr):
+def _transfer(n, smem, STAGES: gl.constexpr, X_STAGES: gl.constexpr):
     """X of every chunk."""
     ks, zs, bs, xs, full, ready, x_free = smem
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, A))[:, None]
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, A))[None, :]
-    it = 0
-    for t in range(gl.program_id(0), walks, gl.num_programs(0)):
-        n = gl.load(tasks + (t // HV) * 8 + 1)
-        for _ in range(n):
-            s = it % STAGES
-            x = it % X_STAGES
-            mbarrier.wait(full.index(s), (it // STAGES) & 1)
-            b = bs.index(s).load(gl.SliceLayout(0, A))
-            link = zs.index(s).permute((1, 0)).load(A).to(gl.float32) * b[None, :]
-            link = to_bf16(gl.where(i == j, 1.0, link))
-            keys = gl.zeros([64, 128], gl.float32, L)
-            keys = warpgroup_mma(link, ks.index(s), keys, use_acc=False, is_async=True)
-            keys = warpgroup_mma_wait(0, [keys, link])[0]
-            keys = keys * bs.index(s).load(gl.SliceLayout(1, L))[:, None]
-            mbarrier.wait(x_free.index(x), ((it // X_STAGES) & 1) ^ 1)
-            xs.index(x).store(to_bf16(keys))
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(ready.index(x), count=1)
-            it += 1
+    for it in range(n):
+        s = it % STAGES
+        x = it % X_STAGES
+        mbarrier.wait(full.index(s), (it // STAGES) & 1)
+        b = bs.index(s).load(gl.SliceLayout(0, A))
+        link = zs.index(s).permute((1, 0)).load(A).to(gl.float32) * b[None, :]
+        link = to_bf16(gl.where(i == j, 1.0, link))
+        keys = gl.zeros([64, 128], gl.float32, L)
+        keys = warpgroup_mma(link, ks.index(s), keys, use_acc=False, is_async=True)
+        keys = warpgroup_mma_wait(0, [keys, link])[0]
+        keys = keys * bs.index(s).load(gl.SliceLayout(1, L))[:, None]
+        mbarrier.wait(x_free.index(x), ((it // X_STAGES) & 1) ^ 1)
+        xs.index(x).store(to_bf16(keys))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(ready.index(x), count=1)
 
 
 @gluon.jit
 def _walk(
-    states,
-    tasks,
-    walks,
-    HV,
+    task,
+    n,
     smem,
     COLUMN: gl.constexpr,
     INITIAL: gl.constexpr,
@@ -119,7 +140,7 @@ def _walk(
     STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
 ):
-    border, transition, initial = states
+    initial, start, entered, is_map, result, row = task
     ks, vs, gs, rs, xs, full, empty, ready, x_free = smem
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LU: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -128,61 +149,49 @@ def _walk(
     CU: gl.constexpr = gl.SliceLayout(0, LU)
     vi = gl.arange(0, 64, layout=gl.SliceLayout(1, LS))[:, None] + COLUMN
     ki = gl.arange(0, 128, layout=gl.SliceLayout(0, LS))[None, :]
-    it = 0
-    for t in range(gl.program_id(0), walks, gl.num_programs(0)):
-        task = tasks + (t // HV) * 8
-        h = t - (t // HV) * HV
-        n = gl.load(task + 1)
-        start = gl.load(task + 2)
-        is_map = gl.load(task + 3)
-        target = gl.load(task + 4)
-        S = gl.where((vi == ki) & (is_map != 0), 1.0, gl.zeros([64, 128], gl.float32, LS))
-        if INITIAL:
-            if start >= 0:
-                S = gl.load(state_pointers(initial, start * HV + h, COLUMN, V_FIRST, LS))
-        for _ in range(n):
-            s = it % STAGES
-            x = it % X_STAGES
-            mbarrier.wait(full.index(s), (it // STAGES) & 1)
-            a = gl.convert_layout(to_bf16(S), AU)
-            u = gl.zeros([64, 64], gl.float32, LU)
-            u = warpgroup_mma(a, ks.index(s).permute((1, 0)), u, use_acc=False, is_async=True)
-            last = gl.sum(gs.index(s).slice(63, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            gamma = gl.exp2(last)
-            error = gl.zeros([64, 64], gl.float32, LU)
-            if is_map == 0:
-                v = vs.index(s).permute((1, 0)).load(LU).to(gl.float32)
-                error = v * rs.index(s).load(CU)[None, :]
-            u = warpgroup_mma_wait(0, [u, a])[0]
-            error = error - gamma * u
-            e = gl.convert_layout(to_bf16(error), AS)
-            S = S * gamma
-            mbarrier.wait(ready.index(x), (it // X_STAGES) & 1)
-            S = warpgroup_mma(e, xs.index(x), S, is_async=True)
-            S = warpgroup_mma_wait(0, [S, e])[0]
-            gl.thread_barrier()
-            mbarrier.arrive(empty.index(s), count=1)
-            mbarrier.arrive(x_free.index(x), count=1)
-            it += 1
-        if is_map == 0:
-            gl.store(state_pointers(border, target * HV + h, COLUMN, False, LS), S)
-        else:
-            gl.store(state_pointers(transition, target * HV + h, COLUMN, False, LS), S)
+    S = gl.where((vi == ki) & is_map & entered, 1.0, gl.zeros([64, 128], gl.float32, LS))
+    if INITIAL:
+        if (start >= 0) & entered:
+            S = gl.load(state_pointers(initial, start, COLUMN, V_FIRST, LS))
+    for it in range(n):
+        s = it % STAGES
+        x = it % X_STAGES
+        mbarrier.wait(full.index(s), (it // STAGES) & 1)
+        a = gl.convert_layout(to_bf16(S), AU)
+        u = gl.zeros([64, 64], gl.float32, LU)
+        u = warpgroup_mma(a, ks.index(s).permute((1, 0)), u, use_acc=False, is_async=True)
+        last = gl.sum(gs.index(s).slice(63, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        gamma = gl.exp2(last)
+        error = gl.zeros([64, 64], gl.float32, LU)
+        if not is_map:
+            v = vs.index(s).permute((1, 0)).load(LU).to(gl.float32)
+            error = v * rs.index(s).load(CU)[None, :]
+        u = warpgroup_mma_wait(0, [u, a])[0]
+        error = error - gamma * u
+        e = gl.convert_layout(to_bf16(error), AS)
+        S = S * gamma
+        mbarrier.wait(ready.index(x), (it // X_STAGES) & 1)
+        S = warpgroup_mma(e, xs.index(x), S, is_async=True)
+        S = warpgroup_mma_wait(0, [S, e])[0]
+        barrier()
+        mbarrier.arrive(empty.index(s), count=1)
+        mbarrier.arrive(x_free.index(x), count=1)
+    gl.store(state_pointers(result, row, COLUMN, False, LS), S)
 
 
-@gluon.jit(do_not_specialize=["walks", "HV", "GROUP"])
+@gluon.jit(do_not_specialize=["HV", "GROUP"])
 def summarize_kernel(
     kd,
     vd,
     zd,
     G,
     beta,
+    bound,
     border,
     transition,
     initial,
     tasks,
     chunks,
-    walks,
     HV,
     GROUP,
     INITIAL: gl.constexpr,
@@ -211,25 +220,61 @@ def summarize_kernel(
     for x in gl.static_range(X_STAGES):
         mbarrier.init(ready.index(x), count=1)
         mbarrier.init(x_free.index(x), count=2)
-    states = (border, transition, initial)
+    task = tasks + gl.program_id(0) // HV * 8
+    h = gl.program_id(0) % HV
+    first = gl.load(task)
+    n = gl.load(task + 1)
+    start = gl.load(task + 2)
+    is_map = gl.load(task + 3) != 0
+    row = gl.load(task + 4) * HV + h
+    needed = _first_needed(bound + first.to(gl.int64) * HV + h, n, HV)
+    entered = needed == 0
+    skipped = gl.maximum(needed - 1, 0)
+    first += skipped
+    n -= skipped
+    if is_map & (needed > 0):
+        n = 0
+    if start >= 0:
+        start = start * HV + h
+    result = border
+    if is_map:
+        result = transition
+    walk = (initial, start, entered, is_map, result, row)
     group0 = (ks, v0s, gs, rs, xs, full, empty, ready, x_free)
     group1 = (ks, v1s, gs, rs, xs, full, empty, ready, x_free)
     ring = (ks, v0s, v1s, zs, gs, bs, rs, full, empty)
     inside = (ks, zs, bs, xs, full, ready, x_free)
+    chunk = (chunks, first, h, is_map, HV, GROUP)
     gl.warp_specialize(
         [
-            (_walk, (states, tasks, walks, HV, group0, 0, INITIAL, V_FIRST, STAGES, X_STAGES)),
-            (_walk, (states, tasks, walks, HV, group1, 64, INITIAL, V_FIRST, STAGES, X_STAGES)),
-            (_transfer, (tasks, walks, HV, inside, STAGES, X_STAGES)),
-            (_load, ((kd, vd, zd), (G, beta), tasks, chunks, walks, HV, GROUP, ring, STAGES)),
+            (_walk, (walk, n, group0, 0, INITIAL, V_FIRST, STAGES, X_STAGES)),
+            (_walk, (walk, n, group1, 64, INITIAL, V_FIRST, STAGES, X_STAGES)),
+            (_transfer, (n, inside, STAGES, X_STAGES)),
+            (_load, ((kd, vd, zd), (G, beta), chunk, n, ring, STAGES)),
         ],
         [4, 4, 1],
-        [168, 144, 24],
+        [184, 112, 32],
     )
 
 
 _STAGES, _X_STAGES = 3, 2
 """Chunks that are loaded ahead, and X that are made ahead."""
+
+
+def _program(tables: DeviceTables, HV: int, H: int, INITIAL: bool, V_FIRST: bool) -> Program:
+    return Program(
+        summarize_kernel,
+        tables.summarize.count * HV,
+        tables.device,
+        tables.summarize.rows,
+        tables.chunks,
+        HV,
+        HV // H,
+        INITIAL=INITIAL,
+        V_FIRST=V_FIRST,
+        STAGES=_STAGES,
+        X_STAGES=_X_STAGES,
+    )
 
 
 def summarize(
@@ -238,37 +283,35 @@ def summarize(
     beta: Tensor,
     G: Tensor,
     Z: Tensor,
+    bound: Tensor,
     initial_state: Tensor | None,
     tables: Tables,
     *,
     S_border: Tensor,
     M: Tensor,
 ) -> None:
-    device = tables_of(tables)
-    tasks = device.summarize
     HV, H = v.shape[1], k.shape[1]
+    k, v = in_place(k), in_place(v)  # held until the launch: a tile does not hold its memory
     initial, v_first = laid_out(initial_state)
-    k, v = in_place(k.to(torch.bfloat16)), in_place(v.to(torch.bfloat16))
-    walks = tasks.count * HV
-    launch(
-        summarize_kernel,
-        programs(walks, tasks.longest, v.device),
-        v,
+    program = resolved(tables_of(tables), _program, HV, H, initial is not None, v_first)
+    program(
         ragged(k, 128),
         ragged(v, 64),
         flat(Z, 64, 64),
         G,
         beta,
+        bound,
         S_border,
         M if M.numel() else S_border,
         S_border if initial is None else initial,
-        tasks.rows,
-        device.chunks,
-        walks,
-        HV,
-        HV // H,
-        INITIAL=initial is not None,
-        V_FIRST=v_first,
-        STAGES=_STAGES,
-        X_STAGES=_X_STAGES,
     )
+
+
+VARIANTS = (
+    Variant(
+        "summarize",
+        summarize_kernel,
+        28,
+        {"INITIAL": True, "V_FIRST": False, "STAGES": _STAGES, "X_STAGES": _X_STAGES},
+    ),
+)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longdelta.kernels.stages import Chains, Tables
 from longdelta.plan.chunks import Segment
+from longdelta.runtime.launch import Plan
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,20 @@ class Tasks:
     """Chunks of the first."""
 
 
-class DeviceTables:
+class DeviceTables(Plan):
     """Int32 tables of one plan on one device."""
 
     def __init__(self, tables: Tables) -> None:
-        self._walk = tables.walk
-        self._device = tables.device
-        self._folds: dict[Chains, tuple[Tensor, int]] = {}
+        super().__init__()
+        self.walk = tables.walk
+        self.device = tables.device
 
     def _upload(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int32).reshape(-1, width).to(self._device)
+        return torch.tensor(rows, dtype=torch.int32).reshape(-1, width).to(self.device)
 
     @cached_property
     def chunks(self) -> Tensor:
-        walk = self._walk
+        walk = self.walk
         return self._upload(list(zip(walk.chunk_row, walk.chunk_length, strict=True)), 2)
 
     def _tasks(self, segments: Sequence[Segment]) -> Tasks:
@@ -52,29 +53,27 @@ class DeviceTables:
 
     @cached_property
     def scan(self) -> Tasks:
-        return self._tasks(self._walk.segments)
+        return self._tasks(self.walk.segments)
 
     @cached_property
     def summarize(self) -> Tasks:
         """Walks of segments that leave through a border: of S into its row, of M into its own."""
         walks = []
-        for s in sorted(self._walk.segments, key=lambda s: -s.chunks):
+        for s in sorted(self.walk.segments, key=lambda s: -s.chunks):
             if s.leave >= 0:
                 walks.append((s.first_chunk, s.chunks, s.start, 0, s.leave, 0, 0, 0))
             if s.map >= 0:
                 walks.append((s.first_chunk, s.chunks, -1, 1, s.map, 0, 0, 0))
         return Tasks(self._upload(walks, 8), len(walks), walks[0][1] if walks else 0)
 
-    def fold(self, chains: Chains) -> tuple[Tensor, int]:
+    def fold(self, chains: Chains) -> Tensor:
         """Where each chain's steps start and the last end, then (map, enter, leave) of each."""
-        if chains not in self._folds:
-            starts, steps = [0], []
-            for chain in chains:
-                steps += [self._walk.segments[index] for index in chain]
-                starts.append(len(steps))
-            flat = starts + [x for s in steps for x in (s.map, s.enter, s.leave)]
-            self._folds[chains] = (self._upload([flat], len(flat)), len(chains))
-        return self._folds[chains]
+        starts, steps = [0], []
+        for chain in chains:
+            steps += [self.walk.segments[index] for index in chain]
+            starts.append(len(steps))
+        flat = starts + [x for s in steps for x in (s.map, s.enter, s.leave)]
+        return self._upload([flat], len(flat))
 
 
 _made: weakref.WeakKeyDictionary[Tables, DeviceTables] = weakref.WeakKeyDictionary()

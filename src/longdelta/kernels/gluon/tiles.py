@@ -9,18 +9,20 @@ kernel needs a path for tails.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from longdelta.runtime.driver import Tile
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
 FLAT = gl.NVMMASharedLayout(128, 16, rank=2)
+FLAT_FP32 = gl.NVMMASharedLayout(128, 32, rank=2)
 RAGGED = gl.NVMMASharedLayout(128, 16, rank=4)
 
 
@@ -29,6 +31,19 @@ def to_bf16(x):
     """Two values to one register with one instruction."""
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def from_bf16(x):
+    """Two values of one register, each with one instruction."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+        "=&r,=&r,r",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
     )
 
 
@@ -55,36 +70,50 @@ def split_product(a, b, acc):
     return mma_v2(a_head, b_head, acc)
 
 
-@dataclass(frozen=True)
-class _Shifted:
-    """A tensor's memory, seen from an address before it."""
-
-    dtype: torch.dtype
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-def ragged(x: Tensor, columns: int) -> TensorDescriptor:
-    """[64, columns] tiles of one head of x [T, heads, d]: Note [Ragged tiles]."""
-    rows, heads, width = x.shape
-    row = x.stride(0) if rows > 1 else heads * width
-    head = x.stride(1) if heads > 1 else width
-    base = _Shifted(x.dtype, x.data_ptr() - 64 * row * x.element_size())
+# A model's tensors come back to the addresses of its last step: their tiles are known, and encoded.
+@lru_cache(maxsize=2048)
+def _ragged(
+    dtype: torch.dtype,
+    address: int,
+    rows: int,
+    heads: int,
+    width: int,
+    row: int,
+    head: int,
+    columns: int,
+) -> Tile:
+    start = address - 64 * row * dtype.itemsize
     shape, strides = [rows + 1, 64, heads, width], [row, row, head, 1]
-    return TensorDescriptor(base, shape, strides, [1, 64, 1, columns], RAGGED)
+    return Tile(dtype, start, shape, strides, [1, 64, 1, columns], RAGGED)
 
 
-def flat(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def ragged(x: Tensor, columns: int) -> Tile:
+    """[64, columns] tiles of one head of x [T, heads, d]: Note [Ragged tiles]."""
+    (rows, heads, width), (row, head, _) = x.shape, x.stride()
+    row = row if rows > 1 else heads * width
+    head = head if heads > 1 else width
+    return _ragged(x.dtype, x.data_ptr(), rows, heads, width, row, head, columns)
+
+
+@lru_cache(maxsize=2048)
+def _flat(
+    dtype: torch.dtype, address: int, elements: int, width: int, rows: int, columns: int
+) -> Tile:
+    shape = [max(1, elements // width), width]
+    layout = FLAT if dtype.itemsize == 2 else FLAT_FP32
+    return Tile(dtype, address, shape, [width, 1], [rows, columns], layout)
+
+
+def flat(x: Tensor, rows: int, columns: int) -> Tile:
     """[rows, columns] tiles of a contiguous tensor, all its leading axes taken as rows."""
-    width = x.shape[-1]
-    shape = [max(1, x.numel() // width), width]
-    return TensorDescriptor(x, shape, [width, 1], [rows, columns], FLAT)
+    return _flat(x.dtype, x.data_ptr(), x.numel(), x.shape[-1], rows, columns)
 
 
 def in_place(x: Tensor) -> Tensor:
-    """x itself where the copy engine can read it: 16-byte rows and heads, unit last stride."""
-    aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-    aligned = aligned and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
-    return x if aligned else x.contiguous()
+    """x [T, heads, d] itself where the copy engine can read it, else a copy: bf16, 16-byte rows and
+    heads, unit last stride."""
+    row, head, last = x.stride()
+    aligned = row > 0 and head > 0 and not (x.data_ptr() | 2 * row | 2 * head) & 15
+    if aligned and last == 1 and x.dtype == torch.bfloat16:
+        return x
+    return torch.empty(x.shape, dtype=torch.bfloat16, device=x.device).copy_(x)

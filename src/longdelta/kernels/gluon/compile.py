@@ -1,0 +1,144 @@
+"""Every variant of every kernel for sm_90a, compiled without a GPU, and what came out.
+
+`python -m longdelta.kernels.gluon.compile` prints it as JSON, for a Triton other than this
+process's; `longdelta doctor --compile` as a table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from longdelta.kernels.gluon.activate import VARIANTS as ACTIVATE
+from longdelta.kernels.gluon.fold import VARIANTS as FOLD
+from longdelta.kernels.gluon.prepare import VARIANTS as PREPARE
+from longdelta.kernels.gluon.scan import VARIANTS as SCAN
+from longdelta.kernels.gluon.summarize import VARIANTS as SUMMARIZE
+from longdelta.kernels.gluon.variants import TYPES, Variant
+from longdelta.runtime import toolchain
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024
+"""What a program can have."""
+SPILLED_BYTES = 16
+"""What a thread may spill: outside the loops it costs nothing that can be measured."""
+VARIANTS: tuple[Variant, ...] = (*ACTIVATE, *PREPARE, *SUMMARIZE, *FOLD, *SCAN)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a variant became; nothing but the failure, where it could not be compiled."""
+
+    name: str
+    seconds: float
+    failure: str = ""
+    registers: int = 0
+    spilled_bytes: int = 0
+    shared_bytes: int = 0
+    code_bytes: int = 0
+    products: int = 0
+    serialised: int = 0
+    """Warnings of ptxas that it puts wgmma instructions one after another (C7510, C7512)."""
+
+    def faults(self, products: int) -> list[str]:
+        """What is not as it must be."""
+        if self.failure:
+            return [self.failure]
+        limits = (
+            (self.serialised == 0, f"{self.serialised} warnings of serialised products"),
+            (self.spilled_bytes <= SPILLED_BYTES, f"spills {self.spilled_bytes} bytes"),
+            (self.shared_bytes <= SHARED_BYTES, f"{self.shared_bytes} bytes of shared memory"),
+            (self.products == products, f"{self.products} wgmma instead of {products}"),
+        )
+        return [fault for holds, fault in limits if not holds]
+
+
+def source(variant: Variant) -> GluonASTSource:
+    """The variant as Triton's compiler takes it; the kernel itself names its arguments."""
+    names = variant.kernel.arg_names
+    missing = [n for n in names if n not in {*TYPES, *variant.types, *variant.constants}]
+    assert not missing, f"{variant.name}: no type for {missing}; see TYPES in variants.py"
+    types = {
+        n: "constexpr" if n in variant.constants else (variant.types.get(n) or TYPES[n])
+        for n in names
+    }
+    aligned = [n for n, t in types.items() if t.startswith("*") or t.endswith(":16")]
+    return GluonASTSource(
+        variant.kernel,
+        {n: t.removesuffix(":16") for n, t in types.items()},
+        {(names.index(n),): value for n, value in variant.constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+
+
+def code_bytes(cubin: bytes) -> int:
+    """Size of the .text sections of an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    names = headers[names_index][4]
+    return sum(h[5] for h in headers if cubin.startswith(b".text", names + h[0]))
+
+
+def _reason(error: BaseException) -> str:
+    """Of an error in a kernel: the last line of what lies at its root."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def report(variant: Variant) -> Report:
+    """Compiles the variant afresh, with the ptxas that a launch would take."""
+    said, start = io.StringIO(), time.perf_counter()
+    with toolchain.compiling(), knobs.nvidia.scope(), knobs.compilation.scope():
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True
+        try:
+            with contextlib.redirect_stdout(said):
+                made = triton.compile(source(variant), target=HOPPER, options=dict(variant.options))
+        except (TritonError, RuntimeError) as error:
+            seconds = time.perf_counter() - start
+            return Report(variant.name, seconds, f"does not compile: {_reason(error)}")
+    seconds, log = time.perf_counter() - start, said.getvalue()
+    return Report(
+        variant.name,
+        seconds,
+        registers=int(re.findall(r"Used (\d+) registers", log)[-1]),
+        spilled_bytes=int(re.findall(r"(\d+) bytes spill stores", log)[-1]),
+        shared_bytes=made.metadata.shared,
+        code_bytes=code_bytes(made.asm["cubin"]),
+        products=made.asm["ptx"].count("wgmma.mma_async"),
+        serialised=len(re.findall(r"C75(?:10|12)", log)),
+    )
+
+
+def reports() -> Iterator[tuple[Variant, Report]]:
+    """Of every variant, as it is compiled."""
+    for variant in VARIANTS:
+        yield variant, report(variant)
+
+
+def main() -> None:
+    """One line of JSON per variant: its report, and what is wrong with it."""
+    for variant, found in reports():
+        line: dict[str, Any] = asdict(found) | {"faults": found.faults(variant.products)}
+        line["triton"] = toolchain.triton_version()
+        sys.stdout.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The Hopper kernels against the eager stages, once per GPU and toolchain, before they are used.
+
+Note [Self-test]: a compiler can be wrong where our tests did not run (runtime/toolchain.py, Note
+[ptxas]). So the first use in a process runs a small problem through every stage of both backends. A
+pass is kept on disk, in Triton's cache, under the GPU, the versions and the kernels' text; a
+failure is not, and the next process tries again. It runs in a thread of its own, where no tracing,
+autocast, inference mode or transform of the caller reaches it. A first call inside the capture of a
+CUDA graph, which allows no test, goes untested.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+import longdelta.kernels
+from longdelta.kernels import eager
+from longdelta.kernels.stages import Activation, Backend, Tables
+from longdelta.ops.backward import Cotangents, backward
+from longdelta.ops.boundary import Segments
+from longdelta.ops.forward import Machine, Operands, forward
+from longdelta.plan.chunks import walk
+from longdelta.plan.tensors import KEPT, saved_bytes
+from longdelta.runtime import toolchain
+
+OPT_OUT = "LONGDELTA_SELF_TEST"
+"""Environment variable: 0 leaves the test out."""
+BUDGET = 5e-2
+"""Relative L2 error. Right kernels stay below 8e-3; what a compiler breaks is far off, or NaN."""
+COMPARED = ("S_border", "M", "o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+_OFFSETS = (0, 1100, 1100, 1170)
+"""Three segments, a ragged tail, a document without tokens."""
+_H, _HV, _D = 1, 3, 128
+
+_faults: dict[torch.device, str | None] = {}
+_one_at_a_time = threading.Lock()
+
+
+def fault(device: torch.device) -> str | None:
+    """Why the Hopper kernels are not to be used on this GPU; None where they are."""
+    if device not in _faults:
+        # The only environment variable: whoever is locked out by a test may not own the code.
+        if os.getenv(OPT_OUT) == "0":  # noqa: TID251
+            _faults[device] = None
+        elif torch.cuda.is_current_stream_capturing():
+            return None
+        else:
+            with _one_at_a_time:
+                if device not in _faults:
+                    _faults[device] = _remembered(device)
+    return _faults[device]
+
+
+def _remembered(device: torch.device) -> str | None:
+    """The test's result, from disk where it has passed before."""
+    what = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__}
+    what |= toolchain.described()
+    key = hashlib.sha256(json.dumps([what, _text_of_kernels()]).encode()).hexdigest()
+    passed = toolchain.cache_folder() / f"longdelta-self-test-{key[:16]}.json"
+    if passed.exists():
+        return None
+    from longdelta.kernels import gluon
+
+    def test() -> dict[str, float]:
+        with torch.cuda.device(device):
+            return errors("gluon", cast(Backend, gluon), device)
+
+    found = judged(test)
+    if found is not None:
+        return (
+            f"failed its self-test with {', '.join(f'{n} {v}' for n, v in what.items())}: {found}. "
+            f"Try the extra longdelta[ptxas] or another Triton; {OPT_OUT}=0 leaves the test out"
+        )
+    try:
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.write_text(json.dumps(what))
+    except OSError:
+        pass  # It is then repeated by every process.
+    return None
+
+
+def _text_of_kernels() -> list[str]:
+    folder = Path(longdelta.kernels.__path__[0]) / "gluon"
+    return [path.read_text() for path in sorted(folder.glob("*.py"))]
+
+
+def judged(test: Callable[[], dict[str, float]]) -> str | None:
+    """What is wrong according to a test, run in a thread of its own; None where nothing is."""
+    try:
+        with ThreadPoolExecutor(1) as fresh:
+            found = fresh.submit(test).result()
+    except Exception as error:  # noqa: BLE001  a compiler fails in many ways
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    # Written so that NaN is wrong.
+    wrong = [f"{name} {error:.1e}" for name, error in found.items() if not error <= BUDGET]
+    return f"relative errors of {', '.join(wrong)}" if wrong else None
+
+
+def errors(name: str, backend: Backend, device: torch.device) -> dict[str, float]:
+    """Relative L2 error of outputs, states at borders and gradients against the eager backend's.
+
+    name: of the backend, for the dtypes of the tensors between its stages.
+    """
+    operands, cotangents = _problem(device)
+    tables = Tables(walk(_OFFSETS, _HV), operands.q.device)
+    reference = _run(Machine("eager", eager, tables, Segments()), operands, cotangents)
+    ours = _run(Machine(name, backend, tables, Segments()), operands, cotangents)
+    return {n: _relative(ours[n].double(), reference[n].double()) for n in COMPARED}
+
+
+def _relative(x: Tensor, reference: Tensor) -> float:
+    return float((x - reference).norm() / reference.norm())
+
+
+def _problem(device: torch.device) -> tuple[Operands, Cotangents]:
+    """Raw inputs, so that activations are part of it; gates that keep most of a state."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(device, dtype)
+
+    T, N, half = _OFFSETS[-1], len(_OFFSETS) - 1, torch.bfloat16
+    operands = Operands(
+        q=normal(T, _H, _D, dtype=half),
+        k=normal(T, _H, _D, dtype=half),
+        v=normal(T, _HV, _D, dtype=half),
+        g=normal(T, _HV) - 6,
+        beta=normal(T, _HV),
+        A_log=normal(_HV),
+        dt_bias=normal(_HV),
+        initial_state=normal(N, _HV, _D, _D),
+        activation=Activation(qk_l2norm=True, gate=True, beta_sigmoid=True, neg_eigval=False),
+        scale=_D**-0.5,
+    )
+    return operands, Cotangents(normal(T, _HV, _D, dtype=half), normal(N, _HV, _D, _D))
+
+
+def _run(machine: Machine, operands: Operands, cotangents: Cotangents) -> dict[str, Tensor]:
+    """A forward and a backward, every buffer full of NaN before."""
+    sizes = operands.sizes(machine.tables, machine.name)
+    T, N = _OFFSETS[-1], len(_OFFSETS) - 1
+    size = saved_bytes("light", T=T, N=N, HV=_HV, K=_D, V=_D, backend=machine.name)
+    saved = torch.full((size,), 255, dtype=torch.uint8, device=operands.q.device)
+    o = torch.full_like(operands.v, float("nan"))
+    assert operands.initial_state is not None
+    final_state = torch.full_like(operands.initial_state, float("nan"))
+    forward(operands, machine, save="light", saved=saved, o=o, final_state=final_state)
+    kept = {name: x.clone() for name, x in sizes.views(KEPT["light"], saved).items()}
+    gradients = backward(operands, cotangents, machine, save="light", saved=saved)
+    return kept | {"o": o, "final_state": final_state} | vars(gradients)

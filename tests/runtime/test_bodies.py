@@ -1,0 +1,201 @@
+"""Whole forwards of the Hopper backend on the host: what they launch, and what they allocate."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="no Triton here")
+
+from triton.runtime.jit import KernelInterface
+
+from longdelta import gdn_forward
+from longdelta.arguments import inputs_of
+from longdelta.kernels.gluon import tiles
+from longdelta.kernels.gluon.tiles import in_place
+from longdelta.ops import library, plans, select
+from longdelta.runtime import launch
+
+CPU = torch.device("cpu")
+
+
+class Kernels:
+    """Every kernel, compiled by nobody: what was asked to be compiled, and what was launched."""
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.launched: list[tuple[str, int, list[Any]]] = []
+        self.copies: list[weakref.ref[Tensor]] = []
+        """Made since the last launch: a launch may read them, so they must still be there."""
+
+    def of(self, kernel: Any, grid: tuple[int]) -> Any:
+        name = kernel.__name__
+
+        def run(grid: int, y: int, z: int, *rest: Any) -> None:
+            assert all(copy() is not None for copy in self.copies), name
+            self.copies.clear()
+            self.launched.append((name, grid, list(map(self.plain, rest[6:]))))
+
+        def compile_and_run(*arguments: Any, num_warps: int, **options: Any) -> Any:
+            self.compiled.append(name)
+            rest = kernel.arg_names[len(arguments) :]
+            run(*grid, 1, 1, *[None] * 6, *arguments, *(options[each] for each in rest))
+            metadata = SimpleNamespace(tensordesc_meta=[None] * 9)
+            return SimpleNamespace(run=run, function=0, packed_metadata=0, metadata=metadata)
+
+        return compile_and_run
+
+    @staticmethod
+    def plain(x: Any) -> Any:
+        """Of a tensor or a descriptor: what it looks like, without its address."""
+        if hasattr(x, "block_shape"):
+            return x.base.dtype, x.shape, x.strides, x.block_shape
+        # What a plan settled comes as its address.
+        return "tensor" if isinstance(x, Tensor) or (type(x) is int and x > 2**32) else x
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """The Hopper backend on this machine, its kernels stood in for."""
+    found = Kernels()
+    monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: found.of(kernel, grid))
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "_stream", lambda device: 0)
+
+    class Torch:
+        """torch, as tiles.py sees it, with an eye on the copies it makes."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def empty(self, *what: Any, **options: Any) -> Tensor:
+            made = torch.empty(*what, **options)
+            found.copies.append(weakref.ref(made))
+            return made
+
+    monkeypatch.setattr(tiles, "torch", Torch())
+    monkeypatch.setattr(launch, "encode", lambda tile, how: [tile])
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch.toolchain, "compiling", nullcontext)
+    monkeypatch.setattr(select, "_gluon_reason", lambda *problem: None)
+    kept = (select.selected, plans._tables)
+    for each in kept:
+        each.cache_clear()
+    yield found
+    for each in kept:
+        each.cache_clear()
+
+
+def problem(lengths: list[int], H: int = 1, HV: int = 2, raw: bool = True) -> dict[str, Any]:
+    T = sum(lengths)
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
+    x = {name: torch.zeros(1, T, H, 128, dtype=torch.bfloat16) for name in "qk"}
+    x |= {"v": torch.zeros(1, T, HV, 128, dtype=torch.bfloat16), "cu_seqlens_cpu": offsets}
+    x |= {"g": torch.zeros(1, T, HV), "beta": torch.zeros(1, T, HV)}
+    flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+    return x | (dict.fromkeys(flags, True) | {"A_log": torch.zeros(HV)} if raw else {})
+
+
+def forward(x: dict[str, Any], **options: Any) -> Any:
+    return gdn_forward(**x, backend="gluon", **options)
+
+
+STAGES = ["activate", "prepare", "summarize", "fold", "scan"]
+
+
+def test_forward_launches_each_stage_once_and_says_so(kernels):
+    for _ in range(2):
+        forward(problem([1600, 100]))
+    names = [each.program.removesuffix("_kernel") for each in launch.records()]
+    assert names == STAGES
+    assert [(each.phase, each.count) for each in launch.records()] == [("forward", 1)] * 5
+    ran = [(name, grid) for name, grid, _ in kernels.launched]
+    assert ran[5:] == ran[:5] == [(each.program, each.grid) for each in launch.records()]
+
+
+def test_forward_without_splits_or_raw_inputs_launches_two_kernels(kernels):
+    forward(problem([100, 33], raw=False))
+    names = [each.program.removesuffix("_kernel") for each in launch.records()]
+    assert names == ["prepare", "scan"]
+
+
+def test_forward_from_what_is_kept_passes_what_a_fresh_one_passes(kernels):
+    x = problem([1600, 100]) | {"initial_state": torch.zeros(2, 2, 128, 128)}
+    for _ in range(2):
+        forward(x, output_final_state=True)
+    with launch.fresh():
+        forward(x, output_final_state=True)
+    assert len(kernels.compiled) == 2 * len(STAGES)
+    assert kernels.launched[5:10] == kernels.launched[10:]
+
+
+def test_other_lengths_and_documents_compile_nothing_anew(kernels):
+    for lengths in ([1600, 100], [1601], [700, 33, 900, 5], [64 * 40]):
+        forward(problem(lengths))
+    assert len(kernels.compiled) == len(set(kernels.compiled))
+
+
+class Allocations(TorchDispatchMode):
+    """What is allocated while it is on, by operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        held = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in held:
+            self.found.append(func.overloadpacket._qualified_op_name.removeprefix("aten::"))
+        return result
+
+
+def test_forward_allocates_its_results_and_one_workspace(kernels):
+    x = problem([1600, 100])
+    forward(x)
+    inputs = inputs_of(**x, output_final_state=True, save="light", backend="gluon")
+    with Allocations() as allocations:
+        library._forward_impl(*inputs)
+    assert allocations.found == ["new_empty"] * 3 + ["empty"]
+
+
+def test_copies_of_inputs_are_held_until_they_have_been_launched_on(kernels):
+    x = problem([1600, 100], raw=False)
+    x |= {name: torch.stack([x[name]] * 2, -1)[..., 0] for name in "qkv"}
+    for _ in range(2):
+        forward(x)
+    names = [name.removesuffix("_kernel") for name, _, _ in kernels.launched]
+    assert names == 2 * STAGES[1:]
+
+
+BUFFER = torch.arange(15 * 4 * 128 + 8).to(torch.bfloat16)
+ROWS = BUFFER[:-8].view(15, 4, 128)
+READ_IN_PLACE = {"whole": ROWS, "heads of a projection": ROWS[:, 1:3], "every other row": ROWS[::2]}
+COPIED = {
+    "odd address": BUFFER[1:-7].view(15, 4, 128),
+    "odd rows": BUFFER[: 14 * 516].view(14, 516)[:, :512].view(14, 4, 128),
+    "one row for all": ROWS[:1].expand(9, 4, 128),
+    "strided last axis": torch.stack([ROWS, ROWS], -1)[..., 0],
+    "another dtype": ROWS.float(),
+}
+
+
+@pytest.mark.parametrize("x", READ_IN_PLACE.values(), ids=READ_IN_PLACE.keys())
+def test_what_the_copy_engine_can_read_is_read_in_place(x):
+    assert in_place(x) is x
+
+
+@pytest.mark.parametrize("x", COPIED.values(), ids=COPIED.keys())
+def test_what_the_copy_engine_cannot_read_is_copied_to_where_it_can(x):
+    found = in_place(x)
+    assert torch.equal(found, x.to(torch.bfloat16))
+    assert found.is_contiguous()
+    assert found.data_ptr() % 16 == 0
