@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid, normalize, softplus
 from longdelta import chunk_gated_delta_rule
 from longdelta.testing.budgets import relative_l2
 
-H, HV, D = 2, 6, 128
+H, HV, D = 2, 8, 128
 LENGTHS = (333, 179, 512, 2048, 1)
 SEEDS = range(5)
 REPEATS = 1000

@@ -8,8 +8,8 @@ from longdelta.plan.chunks import segment_borders
 from longdelta.testing.budgets import EAGER, HOPPER, assert_within
 
 TOKENS, H, HV, D = 64 * 65 + 20, 1, 2, 128
-NOTHING_CONTRACTS = 1e-1
-"""Of bf16 operands: the errors of all chunks stay."""
+NOTHING_CONTRACTS = 2e-1
+"""Of bf16 operands: the errors of all chunks stay, 7.4e-2 without a split; a lost M makes 0.6."""
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,7 @@ NOTHING_CONTRACTS = 1e-1
         (-20.0, 1.0, 0.5),  # every chunk forgets all before it
         (-0.2, 1.0, 0.5),  # some chunks do together
         ((-0.2, 0.0), 1.0, 0.04),  # in one head, hardly anything in the other
-        (
-            -0.025,
-            2.0,
-            1.0,
-        ),  # the gates of a segment sum to -26, but its keys stretch states by more
+        (-0.025, 2.0, 1.0),  # a segment's gates sum to -26, its keys stretch states by more
     ],
 )
 def test_split_document_gives_what_the_recurrence_does(machine, gate, length, beta):
