@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from importlib import import_module
 from itertools import pairwise, product
 from typing import Any
 
@@ -21,13 +20,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
 from longdelta import chunk_gated_delta_rule
+from longdelta.bench.baselines import fla_op, flash_qla_op
 from longdelta.testing.budgets import relative_l2
 
 H, HV, D = 2, 8, 128
 LENGTHS = (333, 179, 512, 2048, 1)
 SEEDS = range(5)
 REPEATS = 1000
-PEERS = {"FLA": "fla.ops.gated_delta_rule", "FlashQLA": "flash_qla"}
+PEERS = {"FLA": fla_op, "FlashQLA": flash_qla_op}
+"""Loads each; FLA's without the hand-over to FlashQLA that it makes where both are installed."""
 INPUTS = {
     "mild": "g = logsigmoid(x) / 16",
     "model": "g = -A softplus(x + dt_bias), A to 16",
@@ -97,9 +98,9 @@ def ours(deterministic: bool) -> Op:
 
 def arms() -> dict[str, Op]:
     found: dict[str, Op] = {"ours": ours(True), "ours_fast": ours(False)}
-    for name, module in PEERS.items():
+    for name, load in PEERS.items():
         try:
-            found[name] = import_module(module).chunk_gated_delta_rule
+            found[name] = load()
         except ImportError:
             print(f"{name} is not installed")
     return found

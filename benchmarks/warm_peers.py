@@ -44,6 +44,7 @@ from longdelta.bench.problem import Place, problem_of
 from longdelta.bench.rows import Row, chosen_rows, suite_named
 from longdelta.bench.run import place_here
 from longdelta.distributed import collectives
+from longdelta.errors import InvalidInput
 
 PART_BYTES = 15 << 20
 """Of one file of the pack: many places that keep files take no larger ones."""
@@ -116,27 +117,35 @@ def run_all(jobs: list[Job], options: argparse.Namespace) -> bool:
     """Starts as many jobs as `--processes` allows; whether all ended well in time."""
     deadline = time.monotonic() + options.seconds
     waiting, running, well = list(jobs), [], True
-    while waiting or running:
-        while waiting and len(running) < options.processes:
-            job = waiting.pop(0)
-            start(job, options, 29600 + len(waiting))
-            running.append(job)
-        time.sleep(0.5)
-        late = time.monotonic() > deadline
-        for job in [job for job in running if late or job.process.poll() is not None]:
-            running.remove(job)
-            seconds = time.monotonic() - job.began
-            if job.process.poll() is None:
-                stop(job)
-                how = "stopped: out of time"
-            else:
-                how = "ok" if job.process.returncode == 0 else f"failed: {last_line(job, options)}"
-            well = well and how == "ok"
-            print(f"{seconds:6.1f} s  {job.name}: {how}", flush=True)
-        if late:
-            for job in waiting:
-                print(f"{job.name}: not started", flush=True)
-            return False
+    try:
+        while waiting or running:
+            while waiting and len(running) < options.processes:
+                job = waiting.pop(0)
+                start(job, options, 29600 + len(waiting))
+                running.append(job)
+            time.sleep(0.5)
+            late = time.monotonic() > deadline
+            for job in [job for job in running if late or job.process.poll() is not None]:
+                running.remove(job)
+                seconds = time.monotonic() - job.began
+                if job.process.poll() is None:
+                    stop(job)
+                    how = "stopped: out of time"
+                else:
+                    how = (
+                        "ok"
+                        if job.process.returncode == 0
+                        else f"failed: {last_line(job, options)}"
+                    )
+                well = well and how == "ok"
+                print(f"{seconds:6.1f} s  {job.name}: {how}", flush=True)
+            if late:
+                for job in waiting:
+                    print(f"{job.name}: not started", flush=True)
+                return False
+    finally:  # An interrupt leaves no worker on the GPU.
+        for job in running:
+            stop(job)
     return well
 
 
@@ -251,6 +260,8 @@ def pack(folder: Path, target: Path, complete: bool) -> None:
     names = "".join(f"{path.relative_to(folder)}\n" for path in files)
     (folder / "names.txt").write_text(names)
     size = sum(path.stat().st_size for path in files)
+    for stale in target.glob("caches.tar.xz.*"):
+        stale.unlink()
     line = (
         f"set -o pipefail; tar -C '{folder}' -cf - -T '{folder}/names.txt' | xz -T0 -6 "
         f"| split -b {PART_BYTES} - '{target}/caches.tar.xz.'"
@@ -275,13 +286,18 @@ def main() -> int:
     parser.add_argument("--pack", type=Path, help="folder for the packed caches")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.ranks < 1 or options.processes < 1 or not options.cache.is_absolute():
+        parser.error("--ranks and --processes must be at least 1, --cache an absolute path")
     names = [tuple(filter(None, text.split(","))) for text in (options.rows, options.arms)]
-    rows = chosen_rows(suite_named(options.suite), names[0])
-    if options.worker:
-        return worker(all_arms()[options.arms], rows[0], options.cache)
+    try:
+        rows = chosen_rows(suite_named(options.suite), names[0])
+        if options.worker:
+            return worker(all_arms()[options.arms], rows[0], options.cache)
+        arms = chosen_arms(names[1], options.ranks)
+    except InvalidInput as error:
+        parser.error(str(error))
     for folder in ("logs", "used", "triton", "tilelang"):
         (options.cache / folder).mkdir(parents=True, exist_ok=True)
-    arms = chosen_arms(names[1], options.ranks)
     complete = run_all(jobs_of(rows, arms), options)
     if options.pack:
         pack(options.cache, options.pack, complete)

@@ -94,9 +94,10 @@ def chunk_gated_delta_rule(
         state_v_first: states are ``[N, HV, V, K]``.
         cu_seqlens: ``[N + 1]`` int32 or int64, on q's device or the CPU, needs ``B == 1``: document
             n is rows ``cu_seqlens[n] : cu_seqlens[n + 1]``. Repeats mark empty documents; rows
-            after the last boundary give zero output and zero gradients. A device tensor costs one
-            copy to the host per new content.
-        cu_seqlens_cpu: the same on the CPU: no copy then.
+            after the last boundary (all of them after ``[0]`` alone) give zero output and zero
+            gradients. A device tensor costs one copy to the host per new content.
+        cu_seqlens_cpu: the same on the CPU: no copy then, and where both are given it is this one
+            that is read (a device tensor is not compared with it).
         chunk_indices: accepted for compatibility; not read.
         cp_context: which ranks hold the rest of each document, from
             ``longdelta.distributed.build_cp_context``; None: all of it is here. T is then this

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
+from math import isfinite
 from typing import Any
 
 import torch
@@ -163,6 +164,8 @@ def _resolve_scale(scale: float | None, q: Tensor) -> float:
         return float(q.shape[-1] ** -0.5) if measured else 1.0
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise InvalidInput(f"scale must be a number or None; got {type(scale).__name__}")
+    if not isfinite(scale):
+        raise InvalidInput(f"scale must be finite; got {scale}; the default is K ** -0.5")
     return float(scale)
 
 
@@ -352,8 +355,11 @@ def _check_offsets(inputs: Inputs, B: int) -> None:
         if x is None:
             continue
         if not isinstance(x, Tensor) or x.dim() != 1 or x.shape[0] < 1:
-            came = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise InvalidInput(f"{name} must be a tensor [N + 1] of boundaries; got {came}")
+            came = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise InvalidInput(
+                f"{name} must be a tensor [N + 1] of boundaries, the first of them 0; got {came}; "
+                "torch.tensor(...) makes one of a list"
+            )
         if x.dtype not in (torch.int32, torch.int64):
             raise InvalidInput(f"{name} must be int32 or int64; got {x.dtype}")
         if B != 1:
@@ -372,3 +378,10 @@ def _check_offsets(inputs: Inputs, B: int) -> None:
             f"cu_seqlens_cpu must have cu_seqlens's shape {list(device.shape)}; got "
             f"{list(cpu.shape)}"
         )
+    if type(device) is type(cpu) is Tensor and device.device == cpu.device:  # both on the host
+        here, there = device.tolist(), cpu.tolist()
+        if here != there:
+            raise InvalidInput(
+                f"cu_seqlens_cpu must hold cu_seqlens's boundaries {here[:8]}; got {there[:8]}; "
+                "one of the two is enough"
+            )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
-from longdelta.bench.baselines import all_arms, chosen_arms
+from longdelta.bench.baselines import CHECKED, all_arms, chosen_arms
 from longdelta.errors import InvalidInput
 
 PEERS = ("fla", "flash_qla", "attn_gym")
@@ -57,3 +58,9 @@ def test_missing_peer_says_how_to_install_it(name: str, monkeypatch: pytest.Monk
     peer = all_arms()[name]
     assert peer.missing().startswith(f"not installed: pip install {peer.distribution}")
     assert all_arms()["ours"].missing() == ""
+
+
+def test_documentation_installs_the_releases_that_missing_peers_are_named_with() -> None:
+    page = Path(__file__).parents[2] / "docs/design/benchmark.md"
+    named = " ".join(f"{name}=={release}" for name, release in CHECKED.items())
+    assert f"pip install {named}" in page.read_text(encoding="utf-8")

@@ -54,9 +54,11 @@ def test_table_marks_unstable_cells_and_states_the_rows(tmp_path: Path) -> None:
 
 def test_report_rebuilds_the_page_and_the_plots_from_the_files(tmp_path: Path) -> None:
     measured(tmp_path)
-    first = write_report(tmp_path).read_text(encoding="utf-8")
+    written = write_report(tmp_path)
+    first = written.page.read_text(encoding="utf-8")
+    assert str(written) == f"{tmp_path / 'report.md'} with 3 plots"
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
-    assert [name.rsplit("-", 1)[1] for name in pictures] == [
+    assert [name.split("-eager-")[1] for name in pictures] == [
         "ceiling.png",
         "speedup.png",
         "time.png",
@@ -64,7 +66,7 @@ def test_report_rebuilds_the_page_and_the_plots_from_the_files(tmp_path: Path) -
     assert all(f"({name})" in first for name in pictures)
     for path in [*tmp_path.glob("*.png"), tmp_path / "report.md"]:
         path.unlink()
-    assert write_report(tmp_path).read_text(encoding="utf-8") == first
+    assert write_report(tmp_path).page.read_text(encoding="utf-8") == first
     assert sorted(path.name for path in tmp_path.glob("*.png")) == pictures
 
 
@@ -83,5 +85,5 @@ def test_reversed_run_is_paired_and_its_moves_are_counted(tmp_path: Path) -> Non
     assert pairs == [("a", "b")]
     slower = [replace(r, groups_ms=tuple(1.04 * x for x in r.groups_ms)) for r in second]
     section = moved_section("a", first, "b", slower)
-    assert "| a | 5 | 1 (20 %) |" in section
-    assert "Medians of 5 cells moved by 4.00 % in the middle and 4.00 % at most" in section
+    assert "| a | eager | 5 | 1 (20 %) |" in section
+    assert "eager: medians of 5 cells moved by 4.00 % in the middle and 4.00 % at most" in section

@@ -58,10 +58,29 @@ def test_folder_of_another_checkout_is_a_base_too(repository: Path, tmp_path: Pa
 
 
 def test_unknown_revision_is_told_what_exists(repository: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"'v9' is no revision .* it has main; .* answer 2"):
+    git(repository, "commit", "--allow-empty", "-m", "words " * 30)
+    with pytest.raises(InvalidInput) as found:
         load_revision("v9", repository)
+    first, *commits = str(found.value).splitlines()
+    assert first.startswith("base: 'v9' is no folder and no revision of this repository")
+    assert first.endswith("which has main and lately")
+    assert commits[1].endswith("answer 2")
+    assert len(commits) == 3
+    assert len(commits[0]) <= 68
     with pytest.raises(InvalidInput, match="no revision"):
         load_revision("--all", repository)
+
+
+def test_folder_without_the_package_or_that_does_not_exist_is_told_so(
+    repository: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    outside = repository.parents[2]  # In no repository the folder is still what is wrong.
+    for package in (repository, outside):
+        with pytest.raises(InvalidInput, match=f"/empty holds no package {package.name}: neither"):
+            load_revision(str(tmp_path / "empty"), package)
+        with pytest.raises(InvalidInput, match="base: /no/such/folder is no folder that exists"):
+            load_revision("/no/such/folder", package)
 
 
 def test_package_outside_a_repository_is_told_so(tmp_path: Path) -> None:

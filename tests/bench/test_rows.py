@@ -60,9 +60,13 @@ def test_problem_repeats_with_the_seed_and_has_unit_keys_and_negative_gates() ->
 
 
 def test_unknown_row_is_told_what_exists_and_where() -> None:
-    with pytest.raises(InvalidInput, match=r"no row 'S62'; did you mean S26\? It has: S26, DET"):
+    with pytest.raises(
+        InvalidInput, match=r"no row 'S62' \(did you mean S26\?\); the rows of seed: S26, DET"
+    ):
         chosen_rows(SUITES["seed"], ["S62"])
-    with pytest.raises(InvalidInput, match="suite seed has it"):
+    with pytest.raises(
+        InvalidInput, match="no row 'P1', suite seed has it; the rows of smoke: tiny"
+    ):
         chosen_rows(SUITES["smoke"], ["P1"])
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from rich.console import Console
+from typer.testing import CliRunner, Result
 
+from longdelta.bench import accuracy, baselines
+from longdelta.bench.contest import Contest
 from longdelta.bench.problem import Place
 from longdelta.bench.results import read_csv
 from longdelta.bench.run import Options, Run, plan_of
 from longdelta.bench.timing import FULL, QUICK, SMOKE
+from longdelta.cli.bench import results_folder, show
 from longdelta.cli.main import app
 from longdelta.errors import InvalidInput
 
-from .scripted import CPU, SHORT, Scripted, arm, plan
+from .scripted import CPU, ROW, SHORT, Scripted, arm, plan
 
 GPU = Place(torch.device("cuda"))
 
@@ -47,6 +52,10 @@ def test_one_rank_suite_on_two_ranks_is_refused() -> None:
             Options(suite="smoke", modes=("graph",)),
             "modes: 'graph' does not exist; there are eager",
         ),
+        (Options(suite="smoke", modes=("eager", "replay")), "replay times CUDA graphs, which need"),
+        (Options(suite="smoke", minutes=-1), "minutes must be above 0, got -1"),
+        (Options(suite="smoke", minutes=0.0), "minutes must be above 0, got 0"),
+        (Options(suite="smoke", minutes=float("nan")), "minutes must be above 0, got nan"),
         (Options(suite="smoke", rows=("S26",)), "suite seed has it"),
         (Options(suite="smoke", arms=("flash",)), "there are ours"),
     ],
@@ -59,7 +68,7 @@ def test_unknown_name_is_told_what_exists(options: Options, message: str) -> Non
 def test_plan_takes_everything_where_nothing_is_named(tmp_path: Path) -> None:
     found = plan_of(Options(suite="smoke", out=tmp_path, reverse=True), CPU)
     assert found.ops == ("fwd", "bwd", "fwdbwd", "checkpointed")
-    assert found.modes == ("eager", "replay")
+    assert found.modes == ("eager",)
     assert [row.name for row in found.rows] == ["tiny", "packed", "long"]
     assert found.schedule is SMOKE
     assert (FULL.groups, QUICK.groups) == (5, 2)
@@ -71,9 +80,9 @@ def test_plan_takes_everything_where_nothing_is_named(tmp_path: Path) -> None:
 
 def test_progress_counts_every_step_of_the_plan(tmp_path: Path) -> None:
     given, seen = plan(tmp_path, arm("ours"), arm("other")), []
-    Run(given, CPU, Scripted(), lambda text, steps: seen.append((text, steps))).all()
-    assert sum(steps for _, steps in seen) == given.steps == 2 * (1 + 3 * SHORT.groups * 2)
-    assert seen[0][0] == "row: first call of ours"
+    Run(given, CPU, Scripted(), lambda *told: seen.append(told)).all()
+    assert sum(steps for *_, steps in seen) == given.steps == 2 * (1 + 3 * SHORT.groups * 2)
+    assert seen[0] == (ROW, "first call of ours", 1)
 
 
 def test_command_runs_the_smoke_suite_and_writes_csv_page_and_plots(tmp_path: Path) -> None:
@@ -81,6 +90,9 @@ def test_command_runs_the_smoke_suite_and_writes_csv_page_and_plots(tmp_path: Pa
     words += ["--ops", "fwd,bwd", "--modes", "eager", "--reverse", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
+    log = [line for line in done.output.splitlines() if " row 1 of 1: " in line]
+    assert [line.partition(": ")[2] for line in log] == ["tiny, (1, 2), 160 tokens in 3 documents"]
+    assert "first call" not in done.output
     (path,) = tmp_path.glob("*.csv")
     records = read_csv(path)
     assert {(r.row, r.arm, r.op) for r in records} == {
@@ -90,7 +102,20 @@ def test_command_runs_the_smoke_suite_and_writes_csv_page_and_plots(tmp_path: Pa
     assert {r.order for r in records} == {"reversed"}
     assert (tmp_path / "report.md").exists()
     assert len(list(tmp_path.glob("*.png"))) == 3
-    assert "tiny" in done.output
+    assert "smoke on CPU (1 thread) x 1" in done.output
+    assert f"wrote {path} and {tmp_path / 'report.md'} with 3 plots" in done.output
+    assert "CPU (1 thread) x 1" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_command_prints_the_speed_up_over_base(tmp_path: Path) -> None:
+    ms = {"ours": 2.0, "base": 3.0}
+    timer = Scripted(lambda slot: ms.get(slot.arm, 1.0))
+    records = Run(plan(tmp_path, arm("ours"), arm("base")), CPU, timer).all()
+    console = Console(file=io.StringIO(), width=80, record=True)
+    show(records, "eager", console)
+    lines = [line.split() for line in console.export_text().splitlines()]
+    at = lines.index(["eager,", "speed-up", "over", "base"])
+    assert ["row", "1.500", "-", "1.500", "1.500"] in lines[at:]
 
 
 def test_command_names_missing_peers_and_reports_bad_options() -> None:
@@ -109,5 +134,60 @@ def test_command_rebuilds_a_report_and_refuses_an_empty_folder(tmp_path: Path) -
 
 
 def test_no_row_begins_after_the_given_minutes(tmp_path: Path) -> None:
-    given = replace(plan(tmp_path, arm("ours")), minutes=0.0)
+    given = replace(plan(tmp_path, arm("ours")), minutes=1e-9)
     assert Run(given, CPU, Scripted()).all() == []
+    assert not list(tmp_path.iterdir())
+
+
+def smoke(folder: Path, *words: str) -> Result:
+    given = ["bench", "--suite", "smoke", "--rows", "tiny", "--ops", "fwd", "--out", str(folder)]
+    return CliRunner().invoke(app, [*given, *words])
+
+
+def test_command_that_measures_nothing_says_so_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = smoke(tmp_path, "--minutes", "1e-9")
+    assert late.exit_code == 1
+    assert late.output.splitlines()[-1].startswith("Nothing was measured: no row began within")
+    monkeypatch.setattr(baselines.Arm, "missing", lambda self: "not installed: pip install it")
+    absent = smoke(tmp_path, "--arms", "fla")
+    assert absent.exit_code == 2
+    assert "nothing can be measured: fla is not installed" in " ".join(absent.output.split())
+    monkeypatch.undo()
+
+    def wrong(*_: object) -> str:
+        return "wrong"
+
+    monkeypatch.setattr(accuracy, "verdict", wrong)
+    failed = smoke(tmp_path, "--arms", "ours")
+    assert failed.exit_code == 1
+    assert "ArithmeticError: wrong" in failed.output
+    assert "Nothing was measured; no results were written." in failed.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_interrupted_command_keeps_what_was_measured_and_ends_with_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Contest, *_: object) -> None:
+        time(self, ("fwd",), "eager", False)
+        raise KeyboardInterrupt
+
+    time = Contest.time
+    monkeypatch.setattr(Contest, "time", interrupted)
+    done = smoke(tmp_path, "--arms", "ours")
+    assert done.exit_code == 130
+    (path,) = tmp_path.glob("*.csv")
+    assert [(r.op, len(r.groups_ms), r.note) for r in read_csv(path)] == [
+        ("fwd", 3, "(interrupted)")
+    ]
+
+
+def test_results_go_into_a_folder_of_their_own_outside_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert results_folder() == Path("bench-results")
+    Path("benchmarks/results").mkdir(parents=True)
+    assert results_folder() == Path("benchmarks/results")

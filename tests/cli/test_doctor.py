@@ -23,9 +23,9 @@ def printed() -> str:
     return " ".join(out.getvalue().split())
 
 
-def compiled() -> tuple[bool, str]:
+def compiled(width: int = 200) -> tuple[bool, str]:
     out = io.StringIO()
-    good = run_compile(Console(file=out, width=200))
+    good = run_compile(Console(file=out, width=width))
     return good, " ".join(out.getvalue().split())
 
 
@@ -67,10 +67,10 @@ def test_doctor_compile_says_plainly_that_triton_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(toolchain, "triton_version", lambda: None)
-    assert compiled() == (
-        False,
-        "Triton is not installed: the Hopper kernels cannot be compiled here.",
-    )
+    good, text = compiled()
+    assert not good
+    assert text.startswith("Triton is not installed: the Hopper kernels cannot be compiled here.")
+    assert text.endswith(f"pip install 'triton=={toolchain.TRITON_CHECKED[0]}.*'")
     assert "ptxas for the kernels │ none: it comes with Triton" in printed()
     assert CliRunner().invoke(app, ["doctor", "--compile"]).exit_code == 1
 
@@ -87,6 +87,9 @@ def test_doctor_compile_prints_a_row_per_kernel_and_whether_all_are_good(
     assert good
     assert "fold" in text
     assert "good" in text
+    long = "scan, the longest name"
+    monkeypatch.setattr(compile, "VARIANTS", [replace(fold[0], name=long)])
+    assert f"{long} " in compiled(width=80)[1]
     monkeypatch.setattr(compile, "VARIANTS", [replace(fold[0], products=23)])
     good, text = compiled()
     assert not good

@@ -46,6 +46,13 @@ def test_plan_prints_the_bytes_that_bytes_needed_gives(console: Console) -> None
     assert f"{needs.saved / 2**20:.1f} MiB" in row
 
 
+def test_plan_without_crossings_says_so_and_prints_no_empty_table(console: Console) -> None:
+    print_plan(partition([0, 64, 128], 2), 2, 6, console)
+    lines = _printed(console)
+    assert "0 crossings: no state is sent between ranks." in lines
+    assert not any("after token" in line for line in lines)
+
+
 def test_plan_draws_ranks_and_crossings(tmp_path: Path) -> None:
     import matplotlib.image
 

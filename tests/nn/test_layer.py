@@ -181,8 +181,12 @@ def test_layer_names_the_initial_state_that_is_no_layer_state(state: object) -> 
 
 def test_layer_names_the_argument_at_fault() -> None:
     layer = make_layer(torch.float32)
-    with pytest.raises(InvalidInput, match=r"x must be \[B, T, hidden=24\], got \(5, 24\)"):
+    with pytest.raises(InvalidInput, match=r"hidden=24\]; got \[5, 24\]; unsqueeze a single"):
         layer(torch.zeros(5, HIDDEN))
+    with pytest.raises(InvalidInput, match=r"hidden=24\]; got \[1, 5, 12\]$"):
+        layer(torch.zeros(1, 5, 12))
+    with pytest.raises(InvalidInput, match="the layer's dtype torch.float32; got torch.float64"):
+        layer(torch.zeros(1, 5, HIDDEN, dtype=torch.float64))
     with pytest.raises(InvalidInput, match="initial_state must be"):
         layer(
             torch.zeros(1, 5, HIDDEN),

@@ -84,6 +84,12 @@ BAD = [
     ("cu_seqlens_cpu", {"cu_seqlens_cpu": torch.tensor([0, 6], device="meta")}, "meta"),
     (
         "cu_seqlens_cpu",
+        {"cu_seqlens": torch.tensor([0, 2, 6]), "cu_seqlens_cpu": torch.tensor([0, 3, 6])},
+        "[0, 3, 6]",
+    ),
+    ("scale", {"scale": float("nan")}, "nan"),
+    (
+        "cu_seqlens_cpu",
         {"cu_seqlens": torch.tensor([0, 6]), "cu_seqlens_cpu": torch.tensor([0, 3, 6])},
         "[3]",
     ),

@@ -47,11 +47,10 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(select, "triton_version", lambda: f"{TRITON_CHECKED[0]}.0")
     monkeypatch.setattr(self_test, "fault", lambda device: None)
-    for cached in (selected, select._say_once):
-        cached.cache_clear()
+    monkeypatch.setattr(select, "_selected", {})
+    select._say_once.cache_clear()
     yield
-    for cached in (selected, select._say_once):
-        cached.cache_clear()
+    select._say_once.cache_clear()
 
 
 @pytest.mark.parametrize("release", TRITON_CHECKED)
@@ -99,8 +98,17 @@ def test_auto_takes_gluon_without_a_word_where_it_applies(hopper):
         assert selected(CUDA, torch.bfloat16, 128, 128, "gluon") == "gluon"
 
 
-def test_nothing_is_said_on_a_cpu():
-    selected.cache_clear()
+def test_a_backend_that_could_not_be_tested_yet_is_asked_for_again(hopper, monkeypatch):
+    """A first call inside the capture of a graph; a failed test of the second one counts."""
+    call = CUDA, torch.bfloat16, 128, 128, "auto"
+    assert selected(*call) == "gluon"
+    monkeypatch.setattr(self_test, "fault", lambda device: "failed its self-test")
+    with pytest.warns(UserWarning, match="failed its self-test"):
+        assert selected(*call) == "eager"
+
+
+def test_nothing_is_said_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(select, "_selected", {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert selected(torch.device("cpu"), torch.bfloat16, 128, 128, "auto") == "eager"

@@ -77,6 +77,15 @@ def test_a_stage_that_raises_is_named_by_its_error():
     assert judged(backend) == "RuntimeError: no kernel image"
 
 
+def test_memory_that_does_not_suffice_is_no_fault_of_the_kernels():
+    def fails(*inputs, **outputs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    backend = SimpleNamespace(**{**vars(broken("scan", "o", 1.0)), "fold": fails})
+    with pytest.raises(torch.OutOfMemoryError):
+        judged(backend)
+
+
 def test_it_runs_outside_of_whatever_the_caller_is_inside_of():
     def seen() -> dict[str, float]:
         assert threading.current_thread() is not threading.main_thread()
@@ -167,7 +176,7 @@ def test_another_gpu_toolchain_or_text_of_the_kernels_is_tested_anew(gpu, monkey
     elif what == "ptxas":
         monkeypatch.setattr(self_test.toolchain, "described", lambda: {"ptxas": "13.5.37"})
     else:
-        monkeypatch.setattr(self_test, "_text_of_kernels", lambda: ["other"])
+        monkeypatch.setattr(self_test, "_text_of_package", lambda: ["other"])
     self_test.fault(CPU)
     assert gpu.runs == 2
 
@@ -178,6 +187,23 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(gpu, monkeypatch,
     next_process(monkeypatch)
     assert self_test.fault(CPU) is None
     assert gpu.runs == 2
+
+
+def test_a_ptxas_that_does_not_run_is_a_reason_and_no_error(gpu, monkeypatch):
+    def described():
+        raise OSError("Exec format error")
+
+    monkeypatch.setattr(self_test.toolchain, "described", described)
+    assert "needs a ptxas that runs" in self_test.fault(CPU)
+    assert gpu.runs == 0
+
+
+def test_deterministic_algorithms_are_put_aside_for_the_test_alone():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with self_test._deterministic_or_not():
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def test_the_variable_leaves_it_out(gpu, monkeypatch):

@@ -179,3 +179,10 @@ def test_inputs_that_come_raw_need_their_places_in_both_directions() -> None:
 def test_bytes_needed_names_the_argument_that_is_wrong(arguments: dict, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         bytes_needed([0, 64], **{"num_heads": 2, "num_v_heads": 6, **arguments})
+
+
+def test_the_fast_mode_fills_the_device_of_each_rank_not_one_with_the_work_of_all() -> None:
+    plan = partition([65536 * n for n in range(9)], 8)
+    for rank in range(plan.ranks):
+        walk = rank_walk(plan, rank, 32, deterministic=False)
+        assert [segment.chunks for segment in walk.segments] == [128] * 8

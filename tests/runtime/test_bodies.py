@@ -86,12 +86,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch.toolchain, "compiling", nullcontext)
     monkeypatch.setattr(select, "_gluon_reason", lambda *problem: None)
-    kept = (select.selected, plans._tables)
-    for each in kept:
-        each.cache_clear()
+    monkeypatch.setattr(select, "_selected", {})
+    plans._tables.cache_clear()
     yield found
-    for each in kept:
-        each.cache_clear()
+    plans._tables.cache_clear()
 
 
 def problem(lengths: list[int], H: int = 1, HV: int = 2, raw: bool = True) -> dict[str, Any]:

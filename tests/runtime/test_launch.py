@@ -188,6 +188,24 @@ def test_fresh_resolves_every_launch_and_passes_the_same(kernel, ran):
     assert len(set(ran)) == 1
 
 
+def test_fresh_blocks_of_two_threads_overlap():
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with launch.fresh():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with launch.fresh():
+        thread.start()
+        inside.wait(10)
+    assert launch._fresh
+    leave.set()
+    thread.join()
+    assert not launch._fresh
+
+
 def test_records_are_those_of_the_last_forward_and_the_last_backward(kernel):
     x = tensors()
     first, second = (Program(kernel, grid, GPU[0], 99, 5, FLAG=True) for grid in (1, 2))

@@ -64,6 +64,14 @@ def test_ptxas_that_the_user_chose_is_kept_although_older(monkeypatch, assembler
     assert "chosen by TRITON_PTXAS_PATH" in str(found)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_ptxas_that_the_user_names_and_that_is_not_there_is_said(monkeypatch, tmp_path):
+    toolchain.ptxas.cache_clear()
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "none"))
+    with pytest.warns(UserWarning, match="TRITON_PTXAS_PATH must name a ptxas; .*none is no file"):
+        toolchain.ptxas()
+
+
 @pytest.mark.parametrize(("driver", "taken"), [(99010, True), (13000, False)])
 def test_ptxas_of_a_later_cuda_generation_than_the_drivers_is_not_taken(
     monkeypatch, assembler, driver, taken

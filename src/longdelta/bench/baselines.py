@@ -24,6 +24,8 @@ from longdelta.bench.problem import Problem
 from longdelta.errors import InvalidInput, UnsupportedProblem
 
 ONE, MANY, ANY = "one rank", "several ranks", "any ranks"
+CHECKED = {"fla-core": "0.6.0", "flash-qla": "0.1.3", "attn-gym": "0.0.17"}
+"""Releases of the peers that the adapters below were written for; missing ones are named so."""
 
 
 def _same(x: Tensor) -> Tensor:
@@ -83,7 +85,8 @@ class Arm:
         own = [] if self.module is None else [(self.module, self.distribution)]
         wanted = [*own, *([] if self.needs is None else [self.needs])]
         absent = [name for module, name in wanted if importlib.util.find_spec(module) is None]
-        return f"not installed: pip install {' '.join(absent)}" if absent else ""
+        named = [f"{name}=={CHECKED[name]}" if name in CHECKED else name for name in absent]
+        return f"not installed: pip install {' '.join(named)}" if named else ""
 
     def version(self) -> str:
         """Version of the package, or "" where it has none."""
@@ -123,7 +126,7 @@ def revision_arm(package: ModuleType, commit: str) -> Arm:
     return Arm("base", says, ANY, own(package, True), family=package.__name__)
 
 
-def _fla_op() -> Op:
+def fla_op() -> Op:
     """FLA's own kernels: it would hand the call to FlashQLA where that is installed."""
     peer = importlib.import_module("fla.ops.gated_delta_rule")
     theirs = importlib.import_module("fla.ops.gated_delta_rule.backends.flash_qla")
@@ -132,7 +135,8 @@ def _fla_op() -> Op:
     return op
 
 
-def _flash_qla_op() -> Op:
+def flash_qla_op() -> Op:
+    """FlashQLA's own entry."""
     op: Op = importlib.import_module("flash_qla").chunk_gated_delta_rule
     return op
 
@@ -169,7 +173,7 @@ def _divisible(problem: Problem, name: str) -> None:
 
 def _fla_kcp(problem: Problem) -> Runner:
     _divisible(problem, "FLA KCP")
-    op, shards = _fla_op(), _contiguous(problem)
+    op, shards = fla_op(), _contiguous(problem)
     build = importlib.import_module("fla.ops.cp").build_cp_context
     context = build(problem.cu_seqlens, problem.place.group, cu_seqlens_cpu=problem.cu_seqlens_cpu)
     return Runner(
@@ -181,7 +185,7 @@ def _fla_kcp(problem: Problem) -> Runner:
 
 def _flash_qla_cp(problem: Problem) -> Runner:
     _divisible(problem, "FlashQLA's inter-card CP")
-    op, shards = _flash_qla_op(), _contiguous(problem)
+    op, shards = flash_qla_op(), _contiguous(problem)
     build = importlib.import_module(
         "flash_qla.ops.gated_delta_rule.chunk.cp.context"
     ).build_cp_context
@@ -221,7 +225,7 @@ def _by_heads(load: Callable[[], Op]) -> Callable[[Problem], Runner]:
 
 
 def _flash_qla_one_gpu(problem: Problem) -> Runner:
-    alone = _on_one(_flash_qla_op)(problem) if problem.place.rank == 0 else Runner(_same)
+    alone = _on_one(flash_qla_op)(problem) if problem.place.rank == 0 else Runner(_same)
     return Runner(alone.op, active=problem.place.rank == 0)
 
 
@@ -247,17 +251,17 @@ def _peers() -> tuple[Arm, ...]:
     cute = ("cutlass", "nvidia-cutlass-dsl")
     one_gpu = "FlashQLA, the whole row on one GPU"
     return (
-        Arm("fla", "FLA", ONE, _on_one(_fla_op), *fla),
-        Arm("flash_qla", "FlashQLA", ONE, _on_one(_flash_qla_op), *qla),
+        Arm("fla", "FLA", ONE, _on_one(fla_op), *fla),
+        Arm("flash_qla", "FlashQLA", ONE, _on_one(flash_qla_op), *qla),
         Arm("attn_gym", "attention-gym", ONE, _attn_gym, *gym, needs=cute),
         Arm("fla_kcp", "FLA KCP", MANY, _fla_kcp, *fla),
-        Arm("fla_heads", "all-to-all to heads around FLA", MANY, _by_heads(_fla_op), *fla),
+        Arm("fla_heads", "all-to-all to heads around FLA", MANY, _by_heads(fla_op), *fla),
         Arm("flash_qla_cp", "FlashQLA's inter-card CP", MANY, _flash_qla_cp, *qla),
         Arm(
             "flash_qla_heads",
             "all-to-all to heads around FlashQLA",
             MANY,
-            _by_heads(_flash_qla_op),
+            _by_heads(flash_qla_op),
             *qla,
         ),
         Arm("flash_qla_one_gpu", one_gpu, MANY, _flash_qla_one_gpu, *qla),

@@ -17,6 +17,7 @@ from longdelta.bench import accuracy
 from longdelta.bench.baselines import Arm, Runner, cotangent, release, whole_inputs
 from longdelta.bench.problem import Place, Problem
 from longdelta.bench.results import OPS
+from longdelta.bench.rows import Row
 from longdelta.bench.timing import Call, Schedule, Slot, Timer, palindromes
 from longdelta.distributed import collectives
 
@@ -24,6 +25,8 @@ Cell = tuple[str, str]
 """(operation, mode)."""
 MEASURED = {"bwd": ("fwd", "fwdbwd")}
 """What is timed for an operation that is not timed itself."""
+Watch = Callable[[Row, str, int], None]
+"""Told on which row what begins, and how many steps it is."""
 
 
 @dataclass
@@ -130,7 +133,7 @@ class Contest:
         arms: Sequence[Arm],
         timer: Timer,
         schedule: Schedule,
-        watch: Callable[[str, int], None],
+        watch: Watch,
     ) -> None:
         self.problem = problem
         self.timer = timer
@@ -151,8 +154,10 @@ class Contest:
         expected = accuracy.expected(self.problem, self._cut)
         do = accuracy.cut_cotangent(self.problem, self._cut)
         for entry in sorted(self.entries, key=lambda each: each.arm.name != "ours"):
-            self.watch(f"{self.problem.row.name}: first call of {entry.arm.name}", 1)
-            entry.note = entry.arm.missing() or self._attempt(partial(self._begin, entry))
+            entry.note = entry.arm.missing()
+            if not entry.note:
+                self.watch(self.problem.row, f"first call of {entry.arm.name}", 1)
+                entry.note = self._attempt(partial(self._begin, entry))
             if not entry.note:
                 entry.note = self._attempt(partial(self._judge, entry, do, expected))
             if entry.note:
@@ -258,13 +263,13 @@ class Contest:
         """Times every arm that passed, group by group."""
         wanted = measured_ops(ops)
         ready = self._ready(wanted, mode)
-        names = [entry.arm.name for entry in self.entries]
+        names = [entry.arm.name for entry in self.entries if not entry.arm.missing()]
         entries = {entry.arm.name: entry for entry in self.entries}
         for group in range(self.schedule.groups):
             for op in wanted:
                 last: dict[str, object] = {}
                 for name in palindromes(names, self.schedule.rounds, reverse):
-                    self.watch(f"{self.problem.row.name}: {mode} {op}, group {group + 1}", 1)
+                    self.watch(self.problem.row, f"{mode} {op}, group {group + 1}", 1)
                     slot = Slot(self.problem.row.name, name, op, mode, group)
                     if (name, op) in ready:
                         self._measure(entries[name], ready, slot, last)
@@ -279,7 +284,7 @@ class Contest:
         ready: dict[tuple[str, str], Call] = {}
         runs = [entry for entry in self.entries if entry.runner is not None]
         # One pool an arm: its graphs never run at once; a failed capture harms no other arm.
-        graphs = mode == "replay" and self.place.device.type == "cuda"
+        graphs = mode == "replay"
         pools = {e.arm.name: torch.cuda.graph_pool_handle() if graphs else None for e in runs}
         # All forwards first: they are small, and graphs keep their memory.
         for op in ops:
@@ -296,8 +301,6 @@ class Contest:
             entry.notes[cell] = slow
         elif mode == "eager":
             ready[entry.arm.name, op] = call
-        elif self.place.device.type != "cuda":
-            entry.notes[cell] = "a CUDA graph needs a GPU"
         else:
             found: list[Call] = []
 

@@ -33,26 +33,24 @@ SHOWN = {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"}
 
 
 def draw_all(records: Sequence[Record], folder: Path, name: str) -> list[Path]:
-    """Draws what a run has data for, as ``<name>-<kind>.png``; returns the files.
-
-    One timing mode is drawn: eager where it was measured, else replay.
-    """
-    mode = "eager" if any(r.mode == "eager" and r.groups_ms for r in records) else "replay"
-    timed = [record for record in records if record.groups_ms and record.mode == mode]
+    """Draws what a run has data for, as ``<name>-<mode>-<kind>.png``; returns the files."""
+    timed = [record for record in records if record.groups_ms]
     kinds: dict[str, Callable[[Sequence[Record]], Figure | None]] = {
         "time": draw_time,
         "speedup": draw_speed_up,
         "ceiling": draw_ceiling,
-        "memory": draw_memory,
     }
+    figures = {
+        f"{mode}-{kind}": draw([record for record in timed if record.mode == mode])
+        for mode in dict.fromkeys(record.mode for record in timed)
+        for kind, draw in kinds.items()
+    }
+    figures["memory"] = draw_memory(timed) if timed else None
     paths = []
-    for kind, draw in kinds.items():
-        figure = draw(timed) if timed else None
-        if figure is None:
-            continue
-        path = folder / f"{name}-{kind}.png"
-        figure.savefig(path, dpi=150)
-        paths.append(path)
+    for kind, figure in figures.items():
+        if figure is not None:
+            paths.append(folder / f"{name}-{kind}.png")
+            figure.savefig(paths[-1], dpi=150)
     return paths
 
 
@@ -223,7 +221,8 @@ def _by_row(
         return None
     rows, arms = rows_of([r for r, _ in found]), arms_of([r for r, _ in found])
     figure = _figure(3.6 + 2.9 * len(ops), 1.6 + (0.2 + 0.025 * len(arms)) * len(rows))
-    panels = figure.subplots(1, len(ops), sharex=True, sharey=True, squeeze=False)[0]
+    # Ratios of one operation say nothing of another's; shares and bytes are compared across.
+    panels = figure.subplots(1, len(ops), sharex=mark is None, sharey=True, squeeze=False)[0]
     ends = [end for _, value_ends in found for end in value_ends]
     log = log and max(ends) > 1.6 * min(ends)
     for panel, op in zip(panels, ops, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from longdelta.bench.plots import draw_all
 from longdelta.bench.results import TITLES, Record, read_folder, rows_of
@@ -15,8 +16,19 @@ OWN = ("ours", "ours_fast", "ours_heads", "base")
 NAME = "report.md"
 
 
-def write_report(folder: Path) -> Path:
-    """Rebuilds ``report.md`` and the plots of a folder from its CSV files; returns the page.
+class Written(NamedTuple):
+    """The page and the plots of a folder."""
+
+    page: Path
+    plots: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        count = len(self.plots)
+        return f"{self.page} with {count} plot{'s' * (count != 1)}"
+
+
+def write_report(folder: Path) -> Written:
+    """Rebuilds ``report.md`` and the plots of a folder from its CSV files.
 
     Raises:
         InvalidInput: the folder holds no results.
@@ -28,13 +40,15 @@ def write_report(folder: Path) -> Path:
         "what each column means, is in docs/design/benchmark.md. Times in ms; speed-up = median of "
         "the per-group ratios [least, greatest]; UNSTABLE: the groups differ by more than 1 %.",
     ]
+    plots: list[Path] = []
     for name, records in runs.items():
         pictures = draw_all(records, folder, name)
+        plots += pictures
         parts += [run_section(name, records), *(f"![{p.stem}]({p.name})" for p in pictures)]
     parts += [moved_section(a, runs[a], b, runs[b]) for a, b in reversed_pairs(runs)]
     page = folder / NAME
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    return page
+    return Written(page, tuple(plots))
 
 
 def run_section(name: str, records: Sequence[Record]) -> str:
@@ -237,21 +251,22 @@ def reversed_pairs(runs: dict[str, list[Record]]) -> list[tuple[str, str]]:
 def moved_section(name: str, first: Sequence[Record], other: str, second: Sequence[Record]) -> str:
     """Two runs in separate processes: how many cells are UNSTABLE, how far medians moved."""
     again = {record.key: record for record in second}
-    moves = _moves(first, again)
-    lines = [
-        [run, f"{len(timed)}", f"{_share([r.unstable for r in timed])}"]
-        for run, records in ((name, first), (other, second))
-        for timed in ([r for r in records if r.groups_ms],)
-    ]
-    said = "No cell was measured in both."
-    if moves:
-        worst, record = moves[-1]
-        said = (
-            f"Medians of {len(moves)} cells moved by {100 * median(m for m, _ in moves):.2f} % in "
-            f"the middle and {100 * worst:.2f} % at most ({' '.join(record.key)})."
-        )
-    table = _table(["run", "timed cells", "UNSTABLE"], lines)
-    return f"## {name} and its reversed run\n\n{table}\n\n{said}"
+    lines, said = [], []
+    for mode in dict.fromkeys(record.mode for record in first):
+        for run, records in ((name, first), (other, second)):
+            timed = [r for r in records if r.groups_ms and r.mode == mode]
+            lines.append([run, mode, f"{len(timed)}", _share([r.unstable for r in timed])])
+        moves = _moves([r for r in first if r.mode == mode], again)
+        if moves:
+            worst, record = moves[-1]
+            said.append(
+                f"{mode}: medians of {len(moves)} cells moved by "
+                f"{100 * median(m for m, _ in moves):.2f} % in the middle and {100 * worst:.2f} % "
+                f"at most ({' '.join(record.key)})."
+            )
+    table = _table(["run", "mode", "timed cells", "UNSTABLE"], lines)
+    text = "\n\n".join(said or ["No cell was measured in both."])
+    return f"## {name} and its reversed run\n\n{table}\n\n{text}"
 
 
 def _share(flags: Sequence[bool]) -> str:

@@ -165,6 +165,11 @@ def read_folder(folder: Path) -> dict[str, list[Record]]:
     return {path.stem: read_csv(path) for path in paths}
 
 
+def measured(records: Iterable[Record]) -> bool:
+    """Whether anything was timed."""
+    return any(record.groups_ms for record in records)
+
+
 def rows_of(records: Sequence[Record]) -> list[str]:
     """Names of the rows, in the order of the run."""
     return list(dict.fromkeys(record.row for record in records))

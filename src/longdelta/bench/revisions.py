@@ -17,6 +17,7 @@ import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from types import ModuleType
 
 from longdelta.errors import InvalidInput
@@ -72,7 +73,10 @@ def load_revision(revision: str, folder: Path | None = None) -> Revision:
         }
         commit = hashlib.sha256(repr(sources).encode()).hexdigest()
     else:
-        commit, sources = _from_git(revision, folder)
+        try:
+            commit, sources = _from_git(revision, folder)
+        except InvalidInput as error:
+            raise InvalidInput(_no_folder(revision, folder.name) or str(error)) from None
     name = f"{folder.name}_at_{commit[:12]}"
     if name not in sys.modules:
         sys.path.insert(0, str(_renamed(sources, folder.name, name)))
@@ -83,6 +87,15 @@ def _packages(folder: Path, name: str) -> list[Path]:
     """Where a folder holds the package: in src, right inside, or itself."""
     places = [folder / "src" / name, folder / name, folder]
     return [each for each in places if each.name == name and (each / "__init__.py").is_file()]
+
+
+def _no_folder(text: str, name: str) -> str:
+    """Why a text that must mean a folder is no base, or nothing where it may be a revision."""
+    if Path(text).is_dir():
+        return f"base: folder {text} holds no package {name}: neither src/{name} nor {name} in it"
+    if Path(text).is_absolute() or text.startswith((".", "~")):
+        return f"base: {text} is no folder that exists"
+    return ""
 
 
 def _from_git(revision: str, folder: Path) -> tuple[str, dict[str, bytes]]:
@@ -97,7 +110,8 @@ def _from_git(revision: str, folder: Path) -> tuple[str, dict[str, bytes]]:
     found = _git(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     if found.returncode or revision.startswith("-"):
         raise InvalidInput(
-            f"base: {revision!r} is no revision of this repository; {_known(repository)}"
+            f"base: {revision!r} is no folder and no revision of this repository, "
+            f"{_known(repository)}"
         )
     commit = found.stdout.decode().strip()
     where = folder.relative_to(repository).as_posix()
@@ -114,11 +128,16 @@ def _from_git(revision: str, folder: Path) -> tuple[str, dict[str, bytes]]:
 
 
 def _known(repository: Path) -> str:
-    names = _git(repository, "for-each-ref", "--format=%(refname:short)", "--count=20").stdout
-    latest = _git(repository, "log", "-5", "--format=%h %s").stdout
+    """Branches and tags, and the latest commits on a line each."""
+    names = _git(repository, "for-each-ref", "--format=%(refname:short)", "--count=5").stdout
+    latest = _git(repository, "log", "-4", "--format=%h %s").stdout.decode().splitlines()
     listed = ", ".join(names.decode().split())
-    commits = "; ".join(latest.decode().strip().splitlines())
-    return f"it has {listed}; the latest commits are {commits}"
+    return "\n".join(
+        [
+            f"which has {listed} and lately",
+            *(shorten(each, 68, placeholder="...") for each in latest),
+        ]
+    )
 
 
 def _renamed(sources: dict[str, bytes], old: str, new: str) -> Path:

@@ -202,7 +202,7 @@ def _unknown_row(suite: Suite, name: str) -> str:
     known = [row.name for row in suite.rows]
     shown = ", ".join(known) if len(known) <= 30 else ", ".join(known[:30]) + ", ..."
     elsewhere = [s.name for s in SUITES.values() if name in {row.name for row in s.rows}]
-    hint = f"; suite {elsewhere[0]} has it" if elsewhere else ""
+    hint = f", suite {elsewhere[0]} has it" if elsewhere else ""
     near = difflib.get_close_matches(name, known, n=1)
-    hint += f"; did you mean {near[0]}?" if near else ""
-    return f"rows: suite {suite.name} has no row {name!r}{hint} It has: {shown}"
+    hint += f" (did you mean {near[0]}?)" if near else ""
+    return f"rows: suite {suite.name} has no row {name!r}{hint}; the rows of {suite.name}: {shown}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,15 @@ from typing import Any
 import torch
 
 from longdelta.bench.baselines import Arm, chosen_arms, release, revision_arm
-from longdelta.bench.contest import Contest, Entry, measured_ops
+from longdelta.bench.contest import Contest, Entry, Watch, measured_ops
 from longdelta.bench.problem import Place, problem_of
-from longdelta.bench.results import MODES, OPS, Record, write_csv
+from longdelta.bench.results import MODES, OPS, Record, measured, write_csv
 from longdelta.bench.revisions import commit_here, load_revision
 from longdelta.bench.rows import Row, Suite, chosen_rows, suite_named
 from longdelta.bench.timing import FULL, QUICK, SMOKE, DeviceTimer, Schedule, Timer
 from longdelta.bench.work import Ceilings, measured_ceilings, work_of
 from longdelta.distributed import collectives
 from longdelta.errors import InvalidInput
-
-Watch = Callable[[str, int], None]
-"""Told what begins, and how many steps it is."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,8 @@ class Plan:
         """Steps of the progress bar: first calls, and timed calls."""
         timed = len(measured_ops(self.ops)) * len(self.modes)
         calls = self.schedule.groups * 2 * self.schedule.rounds * timed
-        return len(self.rows) * len(self.arms) * (1 + calls)
+        here = [arm for arm in self.arms if not arm.missing()]
+        return len(self.rows) * len(here) * (1 + calls)
 
 
 def plan_of(options: Options, place: Place) -> Plan:
@@ -72,12 +70,17 @@ def plan_of(options: Options, place: Place) -> Plan:
     Raises:
         InvalidInput: something does not exist, or the suite cannot run here; says how it can.
     """
+    if options.minutes is not None and not options.minutes > 0:
+        raise InvalidInput(f"minutes must be above 0, got {options.minutes:g}")
     suite = suite_named(options.suite)
     rows = chosen_rows(suite, options.rows)
     ops = _among("ops", options.ops, OPS)
-    modes = _among("modes", options.modes, MODES)
+    modes = _modes(_among("modes", options.modes, MODES), options.modes, place)
     _check_machine(suite, place)
     arms = chosen_arms(options.arms, place.ranks)
+    if all(arm.missing() for arm in arms):
+        named = "; ".join(f"{arm.name} is {arm.missing()}" for arm in arms)
+        raise InvalidInput(f"arms: nothing can be measured: {named}")
     if options.base is not None:
         revision = load_revision(options.base)
         arms = (*arms, revision_arm(revision.package, revision.commit))
@@ -101,6 +104,15 @@ def _among(name: str, chosen: Sequence[str], known: Sequence[str]) -> tuple[str,
         if each not in known:
             raise InvalidInput(f"{name}: {each!r} does not exist; there are {', '.join(known)}")
     return tuple(each for each in known if each in chosen) or tuple(known)
+
+
+def _modes(modes: tuple[str, ...], asked: Sequence[str], place: Place) -> tuple[str, ...]:
+    """Without a GPU: eager alone, since there are no CUDA graphs to replay."""
+    if place.device.type == "cuda":
+        return modes
+    if "replay" in asked:
+        raise InvalidInput("modes: replay times CUDA graphs, which need a GPU; take eager")
+    return ("eager",)
 
 
 def _check_machine(suite: Suite, place: Place) -> None:
@@ -128,18 +140,24 @@ def _slug(place: Place) -> str:
 
 
 def device_name(place: Place) -> str:
-    """Name of the device, with its number of SMs."""
+    """Name of the device, with its number of SMs or of torch's threads."""
     if place.device.type != "cuda":
-        return "CPU"
+        threads = torch.get_num_threads()
+        return f"CPU ({threads} thread{'s' * (threads > 1)})"
     facts = torch.cuda.get_device_properties(place.device)
     return f"{facts.name} ({facts.multi_processor_count} SMs)"
 
 
 def place_here() -> Place:
-    """The group that torchrun made, or this process alone, on its GPU or the CPU."""
+    """The group that torchrun made, or this process alone, on its GPU or one thread of the CPU.
+
+    With more threads a time says what else ran: each operation waits for the slowest of them.
+    """
     group, local = collectives.join()
     rank, ranks = collectives.place_in(group)
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
     return Place(device, group, rank, ranks)
 
 
@@ -152,8 +170,9 @@ class Run:
         self.plan = plan
         self.place = place
         self.timer = timer or DeviceTimer(place, plan.schedule.flush_bytes)
-        self.watch = watch or (lambda text, steps: None)
+        self.watch = watch or (lambda row, text, steps: None)
         self.records: list[Record] = []
+        self.interrupted = False
         self.ceilings = Ceilings(1.0, 1.0)
         self._facts = self._common()
 
@@ -170,9 +189,9 @@ class Run:
         }
 
     def all(self) -> list[Record]:
-        """Runs every row. An interrupt ends the run; what was measured is kept and raises no more.
+        """Runs every row. An interrupt ends the run, and `interrupted` says so; it raises no more.
 
-        The file is written after each row and at the end.
+        The file is written after each row, once anything was measured.
         """
         began = time.monotonic()
         self.ceilings = measured_ceilings(self.place, self.timer, 3, 12)
@@ -193,6 +212,7 @@ class Run:
                 for mode in self.plan.modes:
                     contest.time(self.plan.ops, mode, self.plan.reverse)
             except KeyboardInterrupt:
+                self.interrupted = True
                 self._keep(contest, " (interrupted)")
                 break
             self._keep(contest, "")
@@ -206,7 +226,7 @@ class Run:
                 for mode in self.plan.modes:
                     for op in self.plan.ops:
                         self.records.append(self._record(contest, entry, op, mode, mark))
-        if self.place.rank == 0:
+        if self.place.rank == 0 and measured(self.records):
             write_csv(self.records, self.plan.path)
 
     def _record(self, contest: Contest, entry: Entry, op: str, mode: str, mark: str) -> Record:

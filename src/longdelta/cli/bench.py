@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE
@@ -17,14 +17,33 @@ from longdelta.errors import InvalidInput
 if TYPE_CHECKING:
     from longdelta.bench.problem import Place
     from longdelta.bench.results import Record
+    from longdelta.bench.rows import Row
     from longdelta.bench.run import Options, Plan
 
 RESULTS = Path("benchmarks/results")
+"""Where results go in a checkout; elsewhere into `bench-results`."""
 bench_app = typer.Typer(
     help="Time this package and its peers in one run, checked first.",
     invoke_without_command=True,
     add_completion=False,
 )
+
+
+SHORT = {"checkpointed": "ckpt"}
+"""Titles of columns."""
+LOOK: dict[str, Any] = {
+    "title_justify": "left",
+    "caption_justify": "left",
+    "box": SIMPLE,
+    "pad_edge": False,
+    "collapse_padding": True,
+}
+"""Of the tables: narrow."""
+
+
+def results_folder() -> Path:
+    """The default folder of results."""
+    return RESULTS if RESULTS.is_dir() else Path("bench-results")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -40,19 +59,22 @@ def bench(
         str, typer.Option(help="ours,ours_fast,fla,flash_qla,...; default: all that fit the ranks.")
     ] = "",
     ops: Annotated[str, typer.Option(help="fwd,bwd,fwdbwd,checkpointed; default: all.")] = "",
-    modes: Annotated[str, typer.Option(help="eager,replay; default: both.")] = "",
+    modes: Annotated[str, typer.Option(help="eager,replay; default: both, on a CPU eager.")] = "",
     base: Annotated[
         str | None,
         typer.Option(help="Git revision of this package, or a folder with it, as one more arm."),
     ] = None,
     reverse: Annotated[bool, typer.Option(help="The arms in reversed order.")] = False,
     quick: Annotated[bool, typer.Option(help="Fewer groups; slow calls less often.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the results; default: benchmarks/results or bench-results."),
+    ] = None,
     commit: Annotated[
         str, typer.Option(help="Named in the results, where the sources lie in no repository.")
     ] = "",
     minutes: Annotated[
-        float | None, typer.Option(help="Begin no row later than this; default: run all.")
+        float | None, typer.Option(help="Begin no row later than this, above 0; default: run all.")
     ] = None,
 ) -> None:
     """Time this package and its peers in one run, each checked against float64 first."""
@@ -61,30 +83,37 @@ def bench(
     from longdelta.bench.run import Options
 
     chosen = (_names(rows), _names(arms), _names(ops), _names(modes))
-    options = Options(suite, *chosen, base, reverse, quick, out, commit, minutes)
+    folder = out or results_folder()
+    options = Options(suite, *chosen, base, reverse, quick, folder, commit, minutes)
     try:
-        run_bench(options)
+        code = run_bench(options)
     except InvalidInput as error:
         raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
 
 
 @bench_app.command("report")
 def report(
     folder: Annotated[
-        Path, typer.Argument(help="Folder with CSV files of earlier runs.")
-    ] = RESULTS,
+        Path | None,
+        typer.Argument(help="Folder with CSV files of earlier runs; default: that of --out."),
+    ] = None,
 ) -> None:
     """Rebuild the tables and plots of a folder from its CSV files."""
     from longdelta.bench.report import write_report
 
     try:
-        Console().print(f"wrote {write_report(folder)}")
+        typer.echo(f"wrote {write_report(folder or results_folder())}")
     except InvalidInput as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def run_bench(options: Options, console: Console | None = None) -> list[Record]:
-    """Run, show each row as it is done, and write CSV, tables and plots on the first rank."""
+def run_bench(options: Options, console: Console | None = None) -> int:
+    """Run, show the tables, and write CSV, page and plots on the first rank.
+
+    Returns:
+        The exit code: 0; 1 where nothing was measured; 130 after an interrupt.
+    """
     from longdelta.bench.run import place_here, plan_of
     from longdelta.distributed import collectives
 
@@ -103,8 +132,9 @@ def _console(quiet: bool) -> Console:
     return found if found.is_terminal else Console(quiet=quiet, width=120)
 
 
-def _run(plan: Plan, place: Place, console: Console) -> list[Record]:
+def _run(plan: Plan, place: Place, console: Console) -> int:
     from longdelta.bench.report import write_report
+    from longdelta.bench.results import measured
     from longdelta.bench.run import Run, device_name
 
     for arm in plan.arms:
@@ -117,28 +147,36 @@ def _run(plan: Plan, place: Place, console: Console) -> list[Record]:
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    errors = Console(stderr=True, quiet=place.rank > 0)
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("ceilings", total=plan.steps)
+        begun: list[Row] = []
 
-        said = ""
-
-        def watch(text: str, steps: int) -> None:
-            nonlocal said
-            bar.update(task, description=text, advance=steps)
+        def watch(row: Row, text: str, steps: int) -> None:
+            bar.update(task, description=f"{row.name}: {text}", advance=steps)
             # Where no bar can be seen, a log says how far a run came.
-            if not console.is_terminal and text != said and place.rank == 0:
-                typer.echo(f"{time.strftime('%H:%M:%S')} {text}", err=True)
-            said = text
+            if row in begun:
+                return
+            begun.append(row)
+            if not errors.is_terminal:
+                at = f"{time.strftime('%H:%M:%S')} row {len(begun)} of {len(plan.rows)}"
+                errors.print(f"{at}: {row}", soft_wrap=True, markup=False, highlight=False)
 
-        records = Run(plan, place, watch=watch).all()
+        run = Run(plan, place, watch=watch)
+        records = run.all()
     if place.rank == 0:
         for mode in plan.modes:
-            _show(records, mode, console)
-        console.print(f"wrote {plan.path} and {write_report(plan.path.parent)}")
-    return records
+            show(records, mode, console)
+        if measured(records):
+            wrote = f"wrote {plan.path} and {write_report(plan.path.parent)}"
+        else:
+            late = "" if begun or run.interrupted else f": no row began within {plan.minutes:g} min"
+            wrote = f"Nothing was measured{late}; no results were written."
+        console.print(wrote, soft_wrap=True, markup=False, highlight=False)
+    return 130 if run.interrupted else 0 if measured(records) else 1
 
 
-def _show(records: list[Record], mode: str, console: Console) -> None:
+def show(records: list[Record], mode: str, console: Console) -> None:
     """What a person wants to see at once; everything else is in the CSV."""
     cells: dict[tuple[str, str], dict[str, Record]] = {}
     for record in records:
@@ -147,6 +185,7 @@ def _show(records: list[Record], mode: str, console: Console) -> None:
     timed = {key: by_op for key, by_op in cells.items() if any(r.groups_ms for r in by_op.values())}
     if timed:
         console.print(_table(timed, mode))
+        _print_base(records, mode, console)
     said: dict[str, list[str]] = {}
     for (row, arm), by_op in cells.items():
         for note in dict.fromkeys(record.note for record in by_op.values() if record.note):
@@ -158,14 +197,36 @@ def _show(records: list[Record], mode: str, console: Console) -> None:
         console.print(f"{mode}{at}: {note}", markup=False, highlight=False)
 
 
+def _print_base(records: list[Record], mode: str, console: Console) -> None:
+    """How many times faster than the revision of `--base` ours is, row by row."""
+    from longdelta.bench.report import speed_up
+
+    arms = {
+        arm: {(r.row, r.op): r for r in records if (r.mode, r.arm) == (mode, arm)}
+        for arm in ("ours", "base")
+    }
+    found = {key: speed_up(base, arms["ours"].get(key)) for key, base in arms["base"].items()}
+    if not any(found.values()):
+        return
+    table = Table(title=f"{mode}, speed-up over base", **LOOK)
+    table.add_column("row", no_wrap=True)
+    ops = list(dict.fromkeys(op for _, op in found))
+    for op in ops:
+        table.add_column(SHORT.get(op, op), justify="right", no_wrap=True)
+    for row in dict.fromkeys(row for row, _ in found):
+        ratios = [found.get((row, op)) for op in ops]
+        marked = [r and f"{r.middle:.3f}{'*' if r.unstable else ''}" for r in ratios]
+        table.add_row(row, *(each or "-" for each in marked))
+    console.print(table)
+
+
 def _table(cells: dict[tuple[str, str], dict[str, Record]], mode: str) -> Table:
     ops = list(dict.fromkeys(op for by_op in cells.values() for op in by_op))
-    table = Table(title=f"{mode}, ms (* UNSTABLE)", title_justify="left", box=SIMPLE)
+    table = Table(title=f"{mode}, ms (* UNSTABLE)", **LOOK)
     for name in ("row", "arm"):
         table.add_column(name, no_wrap=True)
     for name in (*ops, "ceiling", "GiB", "error", "bits"):
-        title = {"checkpointed": "ckpt"}.get(name, name)
-        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column(SHORT.get(name, name), justify="right", no_wrap=True)
     before = ""
     for (row, arm), by_op in cells.items():
         if before and row != before:

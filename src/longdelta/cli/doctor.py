@@ -10,6 +10,7 @@ import os
 import platform
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -55,35 +56,50 @@ def run_compile(console: Console | None = None) -> bool:
     """
     console = console or Console()
     if toolchain.triton_version() is None:
-        console.print("Triton is not installed: the Hopper kernels cannot be compiled here.")
+        first, last = toolchain.TRITON_CHECKED[0], toolchain.TRITON_CHECKED[-1]
+        console.print(
+            "Triton is not installed: the Hopper kernels cannot be compiled here. "
+            f"They were checked with {first} to {last}: pip install 'triton=={first}.*'",
+            markup=False,
+            soft_wrap=True,
+        )
         return False
     from longdelta.kernels.gluon.compile import reports
 
     made = escape(", ".join(f"{name} {x}" for name, x in toolchain.described().items()))
     table = Table(
         title=f"Kernels for sm_90a: {made}",
+        title_justify="left",
         caption="registers and spills of a thread, shared memory of a program",
+        caption_justify="left",
+        box=SIMPLE,
+        pad_edge=False,
+        collapse_padding=True,
     )
-    for name in ("kernel", "registers", "spills B", "shared B", "code B", "wgmma", "s"):
-        table.add_column(name, justify="left" if name == "kernel" else "right")
-    table.add_column("", overflow="fold")
-    seconds, good = 0.0, True
+    # Eighty columns hold it: whole names, and faults in lines of their own below.
+    table.add_column("kernel", no_wrap=True)
+    for name in ("registers", "spills\nB", "shared\nB", "code\nB", "wgmma", "s", ""):
+        table.add_column(name, justify="right", no_wrap=True)
+    seconds, bad = 0.0, list[str]()
     # On the error stream, since what ptxas says is read from the other one.
     with Console(stderr=True).status("Compiling ...") as status:
         for variant, found in reports():
             status.update(f"Compiled {found.name}")
-            faults = found.faults(variant.products)
+            faults = found.faults(variant)
             counts = (found.registers, found.spilled_bytes, found.shared_bytes, found.code_bytes)
             table.add_row(
                 found.name,
                 *(f"{count:,}" for count in (*counts, found.products)),
                 f"{found.seconds:.1f}",
-                f"[red]{escape('; '.join(faults))}[/red]" if faults else "[green]good[/green]",
+                "[red]bad[/red]" if faults else "[green]good[/green]",
             )
-            seconds, good = seconds + found.seconds, good and not faults
+            seconds += found.seconds
+            bad += [f"{found.name}: {'; '.join(faults)}"] if faults else []
     console.print(table)
+    for line in bad:
+        console.print(line, style="red", markup=False)
     console.print(f"{seconds:.1f} s in all.")
-    return good
+    return not bad
 
 
 def _backends(device: torch.device) -> Table:

@@ -64,8 +64,10 @@ def print_plan(plan: Partition, H: int, HV: int, console: Console | None = None)
     """Print the tables of a partition for layers of H q/k heads and HV value heads."""
     console = console or Console()
     console.print(_held_table(plan, HV))
-    if plan.ranks > 1:
+    if any(relay_rounds(plan)):
         console.print(_crossing_table(plan))
+    elif plan.ranks > 1:
+        console.print("0 crossings: no state is sent between ranks.")
     console.print(_bytes_table(plan, H, HV))
     console.print(_verdict(plan, HV))
 

@@ -164,9 +164,14 @@ class GatedDeltaNet(nn.Module):
         Source: as the class.
         """
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
+            hint = "; unsqueeze a single sequence" if x.dim() == 2 else ""
             raise InvalidInput(
-                f"x must be [B, T, hidden={self.hidden_size}], got {tuple(x.shape)}; "
-                "unsqueeze a single sequence"
+                f"x must be [B, T, hidden={self.hidden_size}]; got {list(x.shape)}{hint}"
+            )
+        weight = self.qkv_proj.weight
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise InvalidInput(
+                f"x must have the layer's dtype {weight.dtype}; got {x.dtype}; cast one of the two"
             )
         qkv, conv_state = self.conv(
             self.qkv_proj(x),

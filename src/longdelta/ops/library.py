@@ -5,6 +5,11 @@ The plan enters as the offsets tensor itself, or as the handle of a context: nei
 specialises a compiled graph, and plans.py turns offsets into tables at run time. The saved set is
 one flat tensor of bytes whose size follows from (T, N, HV) alone (plan/tensors.py, Note
 [Capacity]).
+
+Note [Autograd]: `torch.library.register_autograd` registers what `_autograd` does, but every call
+then also goes through the schema's arguments, in a time that grows with the square of their number:
+147 of 284 us of a forward (docs/log.md, 2026-11-30, eager calls). It fills in defaults, which no
+argument of these operators has.
 """
 
 from __future__ import annotations
@@ -261,6 +266,37 @@ def _differentiate(ctx: Any, do: Tensor, d_final_state: Tensor, _: Any) -> tuple
     return (*gradients, *(None for _ in ctx.options))
 
 
+class _Forward(torch.autograd.Function):
+    """Note [Autograd]."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        *inputs, keys = arguments
+        output = _below_autograd(keys, *inputs)
+        _save(ctx, tuple(inputs), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return (*_differentiate(ctx, *cotangents), None)
+
+
+def _below_autograd(keys: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.longdelta.forward.default.redispatch(
+            keys & torch._C._after_autograd_keyset, *inputs
+        )
+    return found
+
+
+def _autograd(keys: Any, *inputs: Any) -> Any:
+    if torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in inputs[:_TENSORS]
+    ):
+        return _Forward.apply(*inputs, keys)  # type: ignore[no-untyped-call]
+    return _below_autograd(keys, *inputs)
+
+
 def _refuse(ctx: Any, *_: Any) -> None:
     raise RuntimeError(
         "longdelta: the backward is differentiable once; a second backward through it is not "
@@ -272,9 +308,7 @@ _library.impl("forward", _forward_impl, "CompositeExplicitAutograd")
 _library.impl("backward", _backward_impl, "CompositeExplicitAutograd")
 torch.library.register_fake("longdelta::forward", _forward_fake, lib=_library)
 torch.library.register_fake("longdelta::backward", _backward_fake, lib=_library)
-torch.library.register_autograd(
-    "longdelta::forward", _differentiate, setup_context=_save, lib=_library
-)
+_library.impl("forward", _autograd, "Autograd", with_keyset=True)
 torch.library.register_autograd(
     "longdelta::backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_library
 )

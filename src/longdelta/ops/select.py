@@ -16,6 +16,8 @@ from longdelta.ops import self_test
 from longdelta.runtime.toolchain import TRITON_CHECKED, triton_version
 
 BACKENDS = ("auto", "gluon", "eager")
+_selected: dict[tuple[torch.device, torch.dtype, int, int, str], str] = {}
+"""What is settled; a backend that could not be tested yet is asked for again."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,18 @@ def support(
     return Support("gluon", {"eager": "is the slower one"})
 
 
-@lru_cache(maxsize=256)
 def selected(device: torch.device, dtype: torch.dtype, K: int, V: int, backend: str) -> str:
     """Name of the backend that runs; says once where a GPU does not get its fast one."""
-    found = support(device=device, dtype=dtype, head_k_dim=K, head_v_dim=V, backend=backend)
-    if backend == "auto" and device.type == "cuda" and found.backend != "gluon":
-        _say_once(found.backend, found.reasons["gluon"])
-    return found.backend
+    problem = (device, dtype, K, V, backend)
+    name = _selected.get(problem)
+    if name is None:
+        found = support(device=device, dtype=dtype, head_k_dim=K, head_v_dim=V, backend=backend)
+        if backend == "auto" and device.type == "cuda" and found.backend != "gluon":
+            _say_once(found.backend, found.reasons["gluon"])
+        name = found.backend
+        if name != "gluon" or self_test.is_settled(device):
+            _selected[problem] = name
+    return name
 
 
 @lru_cache(maxsize=64)

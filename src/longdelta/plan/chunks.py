@@ -207,7 +207,7 @@ def walk(
     lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
     if fragments is None:
         fragments = [Fragment(document, 0, length) for document, length in enumerate(lengths)]
-    packed_tokens = None if deterministic else sum(lengths)
+    packed_tokens = None if deterministic else sum(fragment.length for fragment in fragments)
     chunk_row: list[int] = []
     chunk_length: list[int] = []
     segments: list[Segment] = []

@@ -251,7 +251,8 @@ def rank_segments(
     held: Partition, rank: int, HV: int, deterministic: bool = True
 ) -> list[tuple[Fragment, int]]:
     """The fragments of a rank that have tokens, each with the number of its segments."""
-    packed_tokens = None if deterministic else held.cu_seqlens[-1]
+    here = sum(piece.length for piece in held.fragments[rank])
+    packed_tokens = None if deterministic else here
     found = []
     for piece in held.fragments[rank]:
         if piece.length:

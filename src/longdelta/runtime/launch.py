@@ -49,7 +49,8 @@ _compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
 _captured: set[object] = set()
 """Plans and programs of captured graphs: a replay reads their tables, however long ago it was."""
 _compiling = threading.RLock()
-_fresh = False
+_fresh = 0
+"""How many `fresh` blocks are being run, on all threads."""
 _KEPT = 64
 
 
@@ -85,11 +86,13 @@ def fresh() -> Iterator[None]:
     Source: this project.
     """
     global _fresh
-    before, _fresh = _fresh, True
+    with _compiling:
+        _fresh += 1
     try:
         yield
     finally:
-        _fresh = before
+        with _compiling:
+            _fresh -= 1
 
 
 def _on(device: torch.device) -> Any:

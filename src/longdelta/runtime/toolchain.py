@@ -8,8 +8,10 @@ has chosen one, and only what is compiled here: other kernels of the process kee
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,6 +88,10 @@ def ptxas() -> Ptxas:
     import triton
     from triton import knobs
 
+    # Triton's own variable, which Triton passes by where it leads nowhere.
+    asked = os.getenv("TRITON_PTXAS_PATH")  # noqa: TID251
+    if asked and not Path(asked).is_file():
+        warnings.warn(f"TRITON_PTXAS_PATH must name a ptxas; {asked} is no file", stacklevel=2)
     brought = Path(triton.__file__).parent
     for name in (_knob(), "ptxas"):
         chosen = Path(getattr(knobs.nvidia, name).path)

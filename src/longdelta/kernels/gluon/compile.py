@@ -34,8 +34,6 @@ from longdelta.runtime import toolchain
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
 """What a program can have."""
-SPILLED_BYTES = 16
-"""What a thread may spill: outside the loops it costs nothing that can be measured."""
 VARIANTS: tuple[Variant, ...] = (*ACTIVATE, *PREPARE, *SUMMARIZE, *FOLD, *SCAN)
 
 
@@ -54,15 +52,18 @@ class Report:
     serialised: int = 0
     """Warnings of ptxas that it puts wgmma instructions one after another (C7510, C7512)."""
 
-    def faults(self, products: int) -> list[str]:
-        """What is not as it must be."""
+    def faults(self, variant: Variant) -> list[str]:
+        """What is not as the variant must be."""
         if self.failure:
             return [self.failure]
         limits = (
             (self.serialised == 0, f"{self.serialised} warnings of serialised products"),
-            (self.spilled_bytes <= SPILLED_BYTES, f"spills {self.spilled_bytes} bytes"),
+            (self.spilled_bytes <= variant.spills, f"spills {self.spilled_bytes} bytes"),
             (self.shared_bytes <= SHARED_BYTES, f"{self.shared_bytes} bytes of shared memory"),
-            (self.products == products, f"{self.products} wgmma instead of {products}"),
+            (
+                self.products == variant.products,
+                f"{self.products} wgmma instead of {variant.products}",
+            ),
         )
         return [fault for holds, fault in limits if not holds]
 
@@ -135,7 +136,7 @@ def reports() -> Iterator[tuple[Variant, Report]]:
 def main() -> None:
     """One line of JSON per variant: its report, and what is wrong with it."""
     for variant, found in reports():
-        line: dict[str, Any] = asdict(found) | {"faults": found.faults(variant.products)}
+        line: dict[str, Any] = asdict(found) | {"faults": found.faults(variant)}
         line["triton"] = toolchain.triton_version()
         sys.stdout.write(json.dumps(line) + "\n")
 

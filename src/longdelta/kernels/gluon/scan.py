@@ -421,7 +421,9 @@ def scan(
 
 def _variant(name: str, products: int, OUT: bool, TAPES: bool, V_FIRST: bool = False) -> Variant:
     flags = {"INITIAL": True, "FINAL": True, "V_FIRST": V_FIRST, "OUT": OUT, "TAPES": TAPES}
-    return Variant(name, scan_kernel, products, flags | {"STAGES": 2 if OUT and TAPES else 3})
+    constants = flags | {"STAGES": 2 if OUT and TAPES else 3}
+    # Where a state is written at the end of a walk: docs/log.md, 2026-11-30, scan, second round.
+    return Variant(name, scan_kernel, products, constants, spills=208 if OUT else 16)
 
 
 VARIANTS = (

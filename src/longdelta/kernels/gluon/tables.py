@@ -37,6 +37,7 @@ class DeviceTables(Plan):
         super().__init__()
         self.walk = tables.walk
         self.device = tables.device
+        self._folds: dict[Chains, Tensor] = {}
 
     def _upload(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
         return torch.tensor(rows, dtype=torch.int32).reshape(-1, width).to(self.device)
@@ -68,12 +69,14 @@ class DeviceTables(Plan):
 
     def fold(self, chains: Chains) -> Tensor:
         """Where each chain's steps start and the last end, then (map, enter, leave) of each."""
-        starts, steps = [0], []
-        for chain in chains:
-            steps += [self.walk.segments[index] for index in chain]
-            starts.append(len(steps))
-        flat = starts + [x for s in steps for x in (s.map, s.enter, s.leave)]
-        return self._upload([flat], len(flat))
+        if chains not in self._folds:
+            starts, steps = [0], []
+            for chain in chains:
+                steps += [self.walk.segments[index] for index in chain]
+                starts.append(len(steps))
+            flat = starts + [x for s in steps for x in (s.map, s.enter, s.leave)]
+            self._folds[chains] = self._upload([flat], len(flat))
+        return self._folds[chains]
 
 
 _made: weakref.WeakKeyDictionary[Tables, DeviceTables] = weakref.WeakKeyDictionary()
