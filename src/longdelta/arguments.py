@@ -378,7 +378,12 @@ def _check_offsets(inputs: Inputs, B: int) -> None:
             f"cu_seqlens_cpu must have cu_seqlens's shape {list(device.shape)}; got "
             f"{list(cpu.shape)}"
         )
-    if type(device) is type(cpu) is Tensor and device.device == cpu.device:  # both on the host
+    # A device tensor would have to be copied, a traced one holds nothing.
+    if (
+        type(device) is Tensor
+        and type(cpu) is Tensor
+        and device.device.type in plans.READ_EVERY_TIME
+    ):
         here, there = device.tolist(), cpu.tolist()
         if here != there:
             raise InvalidInput(

@@ -239,12 +239,8 @@ def _backward_fake(
     return Inputs(*arguments).new_gradients()
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[2], *inputs[:_TENSORS])
-    ctx.options = inputs[_TENSORS:]
-
-
-def _differentiate(ctx: Any, do: Tensor, d_final_state: Tensor, _: Any) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, do: Tensor, d_final_state: Tensor, _: Any) -> list[Tensor | None]:
+    """Of each tensor among the inputs."""
     saved, *tensors = ctx.saved_tensors
     inputs = Inputs(*tensors, *ctx.options)
     dq, dk, dv, dg, dbeta, d_initial_state, dA_log, ddt_bias = torch.ops.longdelta.backward(
@@ -261,24 +257,23 @@ def _differentiate(ctx: Any, do: Tensor, d_final_state: Tensor, _: Any) -> tuple
         d_initial_state,
     )
     found += (None,) * (_TENSORS - len(found))
-    needed = ctx.needs_input_grad[:_TENSORS]
-    gradients = [x if need else None for x, need in zip(found, needed, strict=True)]
-    return (*gradients, *(None for _ in ctx.options))
+    needed = ctx.needs_input_grad[-_TENSORS:]
+    return [x if need else None for x, need in zip(found, needed, strict=True)]
 
 
 class _Forward(torch.autograd.Function):
     """Note [Autograd]."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        *inputs, keys = arguments
-        output = _below_autograd(keys, *inputs)
-        _save(ctx, tuple(inputs), output)
+    def forward(ctx: Any, options: tuple[Any, ...], keys: Any, *tensors: Tensor | None) -> Any:
+        output = _below_autograd(keys, *tensors, *options)
+        ctx.save_for_backward(output[2], *tensors)
+        ctx.options = options
         return output
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return (*_differentiate(ctx, *cotangents), None)
+        return (None, None, *_differentiate(ctx, *cotangents))
 
 
 def _below_autograd(keys: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -293,7 +288,8 @@ def _autograd(keys: Any, *inputs: Any) -> Any:
     if torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in inputs[:_TENSORS]
     ):
-        return _Forward.apply(*inputs, keys)  # type: ignore[no-untyped-call]
+        options = inputs[_TENSORS:]
+        return _Forward.apply(options, keys, *inputs[:_TENSORS])  # type: ignore[no-untyped-call]
     return _below_autograd(keys, *inputs)
 
 
