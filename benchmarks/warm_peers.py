@@ -245,6 +245,7 @@ def pack(folder: Path, target: Path, complete: bool) -> None:
     """What a later run reads: machine code with its description, and TileLang's entries.
 
     Of Triton's cache only what was used, unless a job did not get as far as saying what that is.
+    What was used goes along, so that a pack of an unpacked cache keeps what is not used again.
     """
     target.mkdir(parents=True, exist_ok=True)
     used = {key for log in (folder / "used").iterdir() for key in log.read_text().split()}
@@ -255,6 +256,7 @@ def pack(folder: Path, target: Path, complete: bool) -> None:
         or (path.suffix in (".cubin", ".json") and (path.parent.name in used or not complete))
     ]
     files += sorted((folder / "triton").glob("*.json"))
+    files += sorted((folder / "used").iterdir())
     # Beside the kernels lie copies of their binaries for other hosts, and unfinished entries.
     files += sorted(folder.glob("tilelang/*/*/kernels/*/*"))
     names = "".join(f"{path.relative_to(folder)}\n" for path in files)

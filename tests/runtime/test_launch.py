@@ -95,6 +95,21 @@ def test_device_without_an_index_is_the_one_current_when_the_program_is_made(
     assert [each.device for each in ran] == [1]
 
 
+def test_tables_are_made_known_to_each_stream_that_reads_them_once(
+    driver, ran, monkeypatch, kernel
+):
+    """torch may hand memory of a forgotten plan out again when its own stream is done with it."""
+    known: list[tuple[int, Tensor]] = []
+    monkeypatch.setattr(launch, "_read_here", lambda table: known.append((driver.stream, table)))
+    table = torch.zeros(4, dtype=torch.int32)
+    program = Program(kernel, 3, GPU[0], table, 5, FLAG=True)
+    with Scope("forward", GPU[0]):
+        for driver.stream in (7, 7, 8, 7):
+            program(*tensors())
+    assert [stream for stream, each in known] == [7, 8]
+    assert all(each is table for _, each in known)
+
+
 def test_launch_after_a_switch_of_the_stream_goes_to_the_new_one(driver, ran, program):
     x = tensors()
     with Scope("forward", GPU[0]):

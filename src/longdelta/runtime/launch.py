@@ -9,6 +9,10 @@ one call into the driver is left. A new plan finds the kernel in a table of the 
 Note [Scopes]: a body (a forward, a backward) runs in one `Scope`, which makes its device current
 and holds its records. Scopes nest and belong to a thread, as autograd runs a backward on its own.
 The stream is asked for at every launch, which costs less than to find out whether it was switched.
+
+Note [Tables]: a plan that is forgotten frees its tables while launches that read them may wait.
+torch hands the memory out again in the order of the stream it was asked for on; other streams that
+read it are made known to torch.
 """
 
 from __future__ import annotations
@@ -104,6 +108,12 @@ def _stream(device: torch.device) -> int:
     """The driver's name of the current stream."""
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     return stream
+
+
+def _read_here(table: Tensor) -> None:
+    """Its memory is not handed out again before what the current stream has been given is done."""
+    if table.is_cuda:
+        table.record_stream(torch.cuda.current_stream(table.device))
 
 
 def _capturing() -> bool:
@@ -205,6 +215,8 @@ class Program:
         self._calls: dict[Hashable, Call] = {}
         self._how: Sequence[Any] = ()
         """What the compiler noted of each tile."""
+        self._streams: set[int] = set()
+        """That have read the tables: Note [Tables]."""
 
     def __call__(self, *moving: Tensor | Tile) -> None:
         """Launches it on its device, on the stream that is current there for this thread."""
@@ -216,14 +228,20 @@ class Program:
                 self(*moving)
             return
         scope.launched.append(self._record)
+        stream = _stream(self._device)
         if scope.captured:
             _captured.add(self)
+        elif stream not in self._streams:
+            self._streams.add(stream)
+            for x in self._settled:
+                if isinstance(x, Tensor):
+                    _read_here(x)
         if _fresh:
             self._by_triton(moving)
-        elif not self._as_before(moving):
-            self._first(moving)
+        elif not self._as_before(stream, moving):
+            self._first(stream, moving)
 
-    def _as_before(self, moving: Sequence[Tensor | Tile]) -> bool:
+    def _as_before(self, stream: int, moving: Sequence[Tensor | Tile]) -> bool:
         """Launches what is known for arguments of these kinds; False where nothing is."""
         words: list[Any] = []
         kinds: list[Hashable] = []
@@ -239,7 +257,7 @@ class Program:
         call = self._calls.get(tuple(kinds))
         if call is None:
             return False
-        call(self._grid, _stream(self._device), words, moving)
+        call(self._grid, stream, words, moving)
         return True
 
     def _by_triton(self, moving: Sequence[Tensor | Tile]) -> Any:
@@ -248,7 +266,7 @@ class Program:
         with _compiling, toolchain.compiling():
             return self._kernel[(self._grid,)](*first, *self._settled, **self._options)
 
-    def _first(self, moving: Sequence[Tensor | Tile]) -> None:
+    def _first(self, stream: int, moving: Sequence[Tensor | Tile]) -> None:
         """Launches it for the first time with these kinds, which another plan may have met."""
         kinds = tuple(y for x in moving if not isinstance(x, Tile) for y in _kind(x))
         key = (self._key, kinds)
@@ -263,7 +281,7 @@ class Program:
         self._how = getattr(compiled.metadata, "tensordesc_meta", None) or ()
         self._calls[kinds] = call_of(compiled, (*rest, *constants))
         if known is not None:
-            self._as_before(moving)
+            self._as_before(stream, moving)
 
 
 class Plan:
