@@ -56,12 +56,13 @@ def test_report_rebuilds_the_page_and_the_plots_from_the_files(tmp_path: Path) -
     measured(tmp_path)
     written = write_report(tmp_path)
     first = written.page.read_text(encoding="utf-8")
-    assert str(written) == f"{tmp_path / 'report.md'} with 3 plots"
+    assert str(written) == f"{tmp_path / 'report.md'} with 4 plots"
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
     assert [name.split("-eager-")[1] for name in pictures] == [
         "ceiling.png",
         "speedup.png",
-        "time.png",
+        "time-fwd.png",
+        "time-fwdbwd.png",
     ]
     assert all(f"({name})" in first for name in pictures)
     for path in [*tmp_path.glob("*.png"), tmp_path / "report.md"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def draw_all(records: Sequence[Record], folder: Path, name: str) -> list[Path]:
     """Draws what a run has data for, as ``<name>-<mode>-<kind>.png``; returns the files."""
     timed = [record for record in records if record.groups_ms]
     kinds: dict[str, Callable[[Sequence[Record]], Figure | None]] = {
-        "time": draw_time,
+        "time-fwd": partial(draw_time, op="fwd"),
+        "time-fwdbwd": partial(draw_time, op="fwdbwd"),
         "speedup": draw_speed_up,
         "ceiling": draw_ceiling,
     }
@@ -98,9 +100,9 @@ def _tokens(value: float) -> str:
     return f"{count // 1024}k" if count % 1024 == 0 else f"{count:,}"
 
 
-def draw_time(records: Sequence[Record]) -> Figure | None:
-    """Forward + backward against tokens, a panel for each (H, HV); rows of one document joined."""
-    timed = [r for r in records if r.op == "fwdbwd"] or [r for r in records if r.op == "fwd"]
+def draw_time(records: Sequence[Record], op: str) -> Figure | None:
+    """An operation against tokens, a panel for each (H, HV); rows of one document joined."""
+    timed = [record for record in records if record.op == op]
     if not timed:
         return None
     heads = list(dict.fromkeys((r.H, r.HV) for r in timed))
@@ -117,11 +119,10 @@ def draw_time(records: Sequence[Record]) -> Figure | None:
     for line in grid:
         line[0].set_ylabel("ms", size=9)
     _legend(figure, panels[: len(heads)])
-    what = SHOWN.get(timed[0].op, timed[0].op)
     _caption(
         figure,
         timed,
-        f"Time of {what} against tokens. Filled: one document; open: several. "
+        f"Time of {SHOWN[op]} against tokens. Filled: one document; open: several. "
         "Dashed: least time by the ceilings of the run.",
     )
     return figure
