@@ -261,7 +261,7 @@ def _differentiate(ctx: Any, do: Tensor, d_final_state: Tensor, _: Any) -> list[
     return [x if need else None for x, need in zip(found, needed, strict=True)]
 
 
-class _Forward(torch.autograd.Function):
+class GatedDeltaRule(torch.autograd.Function):
     """Note [Autograd]."""
 
     @staticmethod
@@ -289,7 +289,7 @@ def _autograd(keys: Any, *inputs: Any) -> Any:
         x is not None and x.requires_grad for x in inputs[:_TENSORS]
     ):
         options = inputs[_TENSORS:]
-        return _Forward.apply(options, keys, *inputs[:_TENSORS])  # type: ignore[no-untyped-call]
+        return GatedDeltaRule.apply(options, keys, *inputs[:_TENSORS])  # type: ignore[no-untyped-call]
     return _below_autograd(keys, *inputs)
 
 
