@@ -63,6 +63,7 @@ def fold_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for p in gl.static_range(STAGES):
         mbarrier.init(full.index(p), count=1)
+    fence_async_shared()
     block = gl.program_id(0) % BLOCKS
     h = (gl.program_id(0) // BLOCKS) % HV
     chain = gl.program_id(0) // (BLOCKS * HV)

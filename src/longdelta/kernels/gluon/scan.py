@@ -310,6 +310,7 @@ def scan_kernel(
         mbarrier.init(full.index(s), count=2)
         mbarrier.init(empty.index(s), count=2)
         mbarrier.init(ready.index(s), count=1)
+    fence_async_shared()
     walks = (tasks, n_tasks, HV)
     states, stores = (border, initial, final), (od, sd, ud)
     group0 = (qs, ks, v0s, zs, ps, es, rs, outs, snaps, tapes, full, empty, ready)

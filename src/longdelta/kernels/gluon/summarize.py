@@ -220,6 +220,7 @@ def summarize_kernel(
     for x in gl.static_range(X_STAGES):
         mbarrier.init(ready.index(x), count=1)
         mbarrier.init(x_free.index(x), count=2)
+    fence_async_shared()
     task = tasks + gl.program_id(0) // HV * 8
     h = gl.program_id(0) % HV
     first = gl.load(task)
@@ -228,6 +229,8 @@ def summarize_kernel(
     is_map = gl.load(task + 3) != 0
     row = gl.load(task + 4) * HV + h
     needed = _first_needed(bound + first.to(gl.int64) * HV + h, n, HV)
+    # The sums went through the shared memory that takes the groups' arguments next.
+    barrier()
     entered = needed == 0
     skipped = gl.maximum(needed - 1, 0)
     first += skipped
