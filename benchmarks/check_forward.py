@@ -390,7 +390,7 @@ def rules() -> None:
         ([8192], 16, 32, (16, 32, 64, 1000)),
     ):
         for step in steps:
-            plan.segment_chunks = lambda tokens, heads, step=step: step
+            plan.segment_chunks = lambda tokens, heads, packed, step=step: step
             f = Forward(gluon, problem(lengths, H, HV, "model"), wide=False)
             f()
             names = (
@@ -412,25 +412,24 @@ def rules() -> None:
 
 
 def registers() -> None:
-    """Tuned constants around their values."""
-    module = sys.modules["longdelta.kernels.gluon.prepare"]
-    for name, lengths, H, HV in ROWS[:2]:
-        f = Forward(gluon, problem(lengths, H, HV, "model"), wide=False)
-        for count in (128, 168):
-            module._REGISTERS = count
-            print(name, "prepare,", count, f"registers {median_ms(graphed(f.prepare)):.3f}")
-    module = sys.modules["longdelta.kernels.gluon.summarize"]
-    f = Forward(gluon, problem(ROWS[0][1], 16, 32, "model"), wide=False)
-    f()
-    for stages in ((3, 2), (3, 3), (4, 2)):
-        module._STAGES, module._X_STAGES = stages
-        print(ROWS[0][0], "summarize,", stages, f"stages {median_ms(graphed(f.summarize)):.3f}")
-    module = sys.modules["longdelta.kernels.gluon.fold"]
-    f = Forward(gluon, problem(ROWS[2][1], 2, 8, "model"), wide=False)
-    f()
-    for columns in (16, 32):
-        module._COLUMNS = columns
-        print(ROWS[2][0], "fold,", columns, f"columns {median_ms(graphed(f.fold)):.3f}", flush=True)
+    """Tuned constants around their values; a plan keeps its programs, so each has a new one."""
+    for row, stage, names, values in (
+        (ROWS[0], "prepare", ("_REGISTERS", "_RESIDENT"), ((168, 12), (255, 8))),
+        (ROWS[1], "prepare", ("_REGISTERS", "_RESIDENT"), ((168, 12), (255, 8))),
+        (ROWS[0], "summarize", ("_STAGES", "_X_STAGES"), ((3, 2), (3, 3), (4, 2))),
+        (ROWS[2], "fold", ("_COLUMNS",), ((16,), (32,))),
+    ):
+        module = sys.modules[f"longdelta.kernels.gluon.{stage}"]
+        kept = [getattr(module, name) for name in names]
+        x = problem(row[1], row[2], row[3], "model")
+        for value in values:
+            for name, one in zip(names, value, strict=True):
+                setattr(module, name, one)
+            f = Forward(gluon, x, wide=False)
+            f()
+            print(row[0], stage, value, f"{median_ms(graphed(getattr(f, stage))):.3f}", flush=True)
+        for name, one in zip(names, kept, strict=True):
+            setattr(module, name, one)
 
 
 def once() -> None:

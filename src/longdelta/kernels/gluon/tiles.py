@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from longdelta.runtime.driver import Tile
 
@@ -58,16 +57,6 @@ def to_fp16(x):
         is_pure=True,
         pack=2,
     )
-
-
-@gluon.jit
-def split_product(a, b, acc):
-    """acc + a b of fp32 operands, each split into a bf16 head and tail: 16 bits of both."""
-    a_head = to_bf16(a)
-    b_head = to_bf16(b)
-    acc = mma_v2(to_bf16(a - a_head.to(gl.float32)), b_head, acc)
-    acc = mma_v2(a_head, to_bf16(b - b_head.to(gl.float32)), acc)
-    return mma_v2(a_head, b_head, acc)
 
 
 # A model's tensors come back to the addresses of its last step: their tiles are known, and encoded.

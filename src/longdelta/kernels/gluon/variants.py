@@ -29,13 +29,13 @@ def _tile(dtype: str, shape: list[int], layout: Any) -> str:
     return f"tensordesc<{dtype}{shape},{layout!r}>"
 
 
-_STATES = ("border", "transition", "initial", "final", "S", "M")
+_STATES = ("border", "transition", "initial", "final", "S")
 _VECTORS = ("g", "beta", "G", "bound")
 TYPES = {
-    **dict.fromkeys(("q", "k", "head", "tail"), "*bf16"),
+    **dict.fromkeys(("q", "k"), "*bf16"),
     **dict.fromkeys((*_STATES, *_VECTORS), "*fp32"),
     **dict.fromkeys(("tasks", "chunks", "table"), "*i32"),
-    **dict.fromkeys(("HV", "H", "GROUP", "parts", "n_tasks", "walks", "chains"), "i32"),
+    **dict.fromkeys(("HV", "H", "GROUP", "parts", "n_tasks", "chains"), "i32"),
     **dict.fromkeys(("k_t", "k_h"), "i32:16"),
     **dict.fromkeys(("qd", "kd"), _tile("bf16", [1, 64, 1, 128], RAGGED)),
     **dict.fromkeys(("vd", "od"), _tile("bf16", [1, 64, 1, 64], RAGGED)),
