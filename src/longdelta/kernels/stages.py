@@ -81,8 +81,6 @@ class Tables:
 
     def __init__(self, walk: Walk, device: torch.device) -> None:
         self.walk = walk
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self._blocks: dict[tuple[str, int], tuple[Tasks, ...]] = {}
         self._folds: dict[Chains, tuple[Tensor, ...]] = {}
@@ -143,6 +141,8 @@ _WALKED: dict[str, Callable[[Segment], bool]] = {
 """Which segments a stage walks."""
 
 
+GATE_FLOOR = -87.0
+"""e^-87 is just above the smallest normal float32; a deeper floor costs later tokens digits."""
 NORM_EPS = 1e-6
 """Added to the squared length of q and k, so that a row of zeros stays one."""
 

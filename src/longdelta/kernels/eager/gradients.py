@@ -21,8 +21,8 @@ from longdelta.kernels.eager.chunked import (
     repeat_heads,
     scatter_rows,
 )
-from longdelta.kernels.eager.prepare import GATE_FLOOR, cumulative
-from longdelta.kernels.stages import Tables
+from longdelta.kernels.eager.prepare import cumulative
+from longdelta.kernels.stages import GATE_FLOOR, Tables
 from longdelta.plan.chunks import CHUNK
 
 

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 
 from longdelta.kernels.eager.chunked import chunk_blocks, gather, repeat_heads
-from longdelta.kernels.stages import Tables
+from longdelta.kernels.stages import GATE_FLOOR, Tables
 from longdelta.plan.chunks import CHUNK
-
-GATE_FLOOR = -87.0
-"""e^-87 is just above the smallest normal float32; a deeper floor costs later tokens digits."""
 
 
 def cumulative(g: Tensor) -> Tensor:

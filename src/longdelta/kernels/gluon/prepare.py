@@ -30,16 +30,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from longdelta.kernels import stages
 from longdelta.kernels.gluon.dialect import async_load, async_store, barrier, reinterpret
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
-from longdelta.kernels.gluon.tiles import FLAT, RAGGED, flat, in_place, ragged, to_fp16
+from longdelta.kernels.gluon.tiles import FLAT, RAGGED, add, flat, in_place, ragged, to_fp16
 from longdelta.kernels.gluon.variants import Variant
 from longdelta.kernels.stages import Tables
 from longdelta.runtime import launch
 from longdelta.runtime.launch import Program, resolved
 
-GATE_FLOOR = gl.constexpr(-87.0)
-"""e^-87 is just above the smallest normal float32; a deeper floor costs later tokens digits."""
+GATE_FLOOR = gl.constexpr(stages.GATE_FLOOR)
 LN2 = gl.constexpr(0.6931471805599453)
 HEADS = gl.constexpr(2)
 """Value heads at a time: they share what is read of N."""
@@ -56,11 +56,6 @@ FLAT_1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FLAT_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 FLAT_4 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 FLAT_5 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]))
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -282,7 +277,7 @@ def prepare_kernel(kd, g, beta, G, bound, zd, chunks, HV, GROUP, H, parts):
         gate = gl.load(g + first + at, mask=there, other=0.0)
         b = gl.load(beta + first + at, mask=there, other=0.0)
         terms = gs.permute((1, 0)).load(SUM)
-        total = gl.associative_scan(terms, 0, _add)
+        total = gl.associative_scan(terms, 0, add)
         held = vm < GROUP - block
         sums_at = G + (slot + block).to(gl.int64) * 64 + vm[None, :] * 64 + vn
         gl.store(sums_at, total, mask=held[None, :])

@@ -28,18 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from longdelta.kernels.gluon.dialect import async_load, barrier, reinterpret
 from longdelta.kernels.gluon.states import laid_out, state_pointers
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
-from longdelta.kernels.gluon.tiles import LOG2E, flat, in_place, ragged, to_bf16
+from longdelta.kernels.gluon.tiles import LOG2E, add, flat, in_place, ragged, to_bf16
 from longdelta.kernels.gluon.variants import Variant
 from longdelta.kernels.stages import Tables
 from longdelta.plan import chunks as plan
 from longdelta.runtime.launch import Program, resolved
 
 FORGOTTEN = gl.constexpr(plan.FORGOTTEN)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -52,7 +47,7 @@ def _first_needed(bound, n, HV):
     for block in range((n - 1) // 128, -1, -1):
         c = block * 128 + lane
         x = gl.load(bound + c.to(gl.int64) * HV, mask=c < n, other=0.0)
-        decay = gl.associative_scan(x, 0, _add, reverse=True) + later
+        decay = gl.associative_scan(x, 0, add, reverse=True) + later
         needed = gl.minimum(needed, gl.min(gl.where(decay <= FORGOTTEN, n, c), 0))
         later += gl.sum(x, 0)
     return needed
