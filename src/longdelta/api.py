@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longdelta.arguments import call_of, inputs_of, require, state_shape
 from longdelta.errors import InvalidInput
-from longdelta.ops.library import refuse_forward_mode
+from longdelta.ops.library import call, refuse_forward_mode
 from longdelta.ops.recompute import RecomputeHandle
 
 
@@ -159,7 +159,7 @@ def chunk_gated_delta_rule(
         backend=backend,
         **extra,
     )
-    o, final_state, _ = torch.ops.longdelta.forward(*inputs)
+    o, final_state, _ = call(inputs)
     return o, final_state if output_final_state else None
 
 
@@ -183,7 +183,7 @@ def gdn_forward(
     """
     inputs = inputs_of(q, k, v, g, beta, save=save, **options)
     with torch.no_grad():
-        o, final_state, saved = torch.ops.longdelta.forward(*inputs)
+        o, final_state, saved = call(inputs)
     state = final_state if inputs.output_final_state else None
     return ForwardResult(o, state, Saved(saved, inputs.save, call_of(inputs)))
 

@@ -3,11 +3,13 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longdelta import chunk_gated_delta_rule
 from longdelta.arguments import inputs_of
@@ -209,3 +211,60 @@ def test_a_compiled_call_refuses_wrong_shapes_by_name(compiled):
     given[3] = given[3][..., :1]
     with pytest.raises(Exception, match="g must be"):
         function(*given, x.cu_seqlens)
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operators that a mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def step() -> tuple[torch.Tensor, ...]:
+    """o, the final state and gradients of one call of the op."""
+    x = NAMED["mild"].inputs(torch.float32)
+    leaves = [getattr(x, name).clone().requires_grad_() for name in LEAVES]
+    *five, state = leaves
+    o, final_state = chunk_gated_delta_rule(
+        *five, initial_state=state, cu_seqlens=x.cu_seqlens, output_final_state=True
+    )
+    return o, final_state, *torch.autograd.grad((o.square().sum() + final_state.sum()), leaves)
+
+
+def test_operator_is_seen_by_a_mode_and_leaves_the_bits_of_a_direct_call():
+    with Seen() as seen:
+        looked_on = step()
+    assert {"longdelta::forward", "longdelta::backward"} <= set(seen.names)
+    for a, b in zip(step(), looked_on, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_operator_is_seen_by_the_profiler_and_by_a_subclass():
+    with torch.profiler.profile() as profile:
+        step()
+    assert "longdelta::forward" in {event.name for event in profile.events()}
+
+    class Named(torch.Tensor):
+        seen: ClassVar[list[str]] = []
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.seen.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = NAMED["mild"].inputs(torch.float32)
+    five = [getattr(x, name) for name in LEAVES[:5]]
+    found, _ = chunk_gated_delta_rule(five[0].as_subclass(Named), *five[1:])
+    assert any("longdelta.forward" in name for name in Named.seen)
+    assert torch.equal(found.as_subclass(torch.Tensor), chunk_gated_delta_rule(*five)[0])
+
+
+def test_direct_call_does_not_walk_through_the_dispatcher(monkeypatch):
+    monkeypatch.setattr(torch.ops.longdelta, "forward", None, raising=False)
+    o, *_ = step()
+    assert o.isfinite().all()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,8 @@ from longdelta import gdn_forward
 from longdelta.arguments import inputs_of
 from longdelta.kernels.gluon import tiles
 from longdelta.kernels.gluon.tiles import in_place
-from longdelta.ops import library, plans, select
-from longdelta.runtime import launch
+from longdelta.ops import library, plans, saved, select
+from longdelta.runtime import launch, recording
 
 CPU = torch.device("cpu")
 
@@ -33,6 +34,9 @@ class Kernels:
     def __init__(self) -> None:
         self.compiled: list[str] = []
         self.launched: list[tuple[str, int, list[Any]]] = []
+        self.passed: list[tuple[Any, ...]] = []
+        """Arguments of each launch as they came."""
+        self.spaces: list[Tensor] = []
         self.copies: list[weakref.ref[Tensor]] = []
         """Made since the last launch: a launch may read them, so they must still be there."""
 
@@ -43,6 +47,7 @@ class Kernels:
             assert all(copy() is not None for copy in self.copies), name
             self.copies.clear()
             self.launched.append((name, grid, list(map(self.plain, rest[6:]))))
+            self.passed.append(rest[6:])
 
         def compile_and_run(*arguments: Any, num_warps: int, **options: Any) -> Any:
             self.compiled.append(name)
@@ -61,6 +66,21 @@ class Kernels:
         # What a plan settled comes as its address.
         return "tensor" if isinstance(x, Tensor) or (type(x) is int and x > 2**32) else x
 
+    def places(self, named: dict[str, Tensor]) -> list[list[Any]]:
+        """Arguments of all launches, with (buffer, bytes into it) for what lies in a named one."""
+
+        def place(x: Any) -> Any:
+            tile = getattr(x, "base", x) if hasattr(x, "block_shape") else None
+            if tile is not None:
+                return (*self.plain(x), place(tile.address + tile.ahead))
+            address = x.data_ptr() if isinstance(x, Tensor) else x
+            for name, y in named.items():
+                if type(address) is int and 0 <= address - y.data_ptr() < y.nbytes:
+                    return name, address - y.data_ptr()
+            return address
+
+        return [list(map(place, arguments)) for arguments in self.passed]
+
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
@@ -71,17 +91,22 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     monkeypatch.setattr(launch, "_stream", lambda device: 0)
 
     class Torch:
-        """torch, as tiles.py sees it, with an eye on the copies it makes."""
+        """torch with an eye on what is allocated."""
+
+        def __init__(self, note: Callable[[Tensor], None]) -> None:
+            self.note = note
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
 
         def empty(self, *what: Any, **options: Any) -> Tensor:
             made = torch.empty(*what, **options)
-            found.copies.append(weakref.ref(made))
+            self.note(made)
             return made
 
-    monkeypatch.setattr(tiles, "torch", Torch())
+    monkeypatch.setattr(tiles, "torch", Torch(lambda made: found.copies.append(weakref.ref(made))))
+    for module in (saved, recording):
+        monkeypatch.setattr(module, "torch", Torch(found.spaces.append))
     monkeypatch.setattr(launch, "encode", lambda tile, how: [tile])
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch.toolchain, "compiling", nullcontext)
@@ -133,6 +158,45 @@ def test_forward_from_what_is_kept_passes_what_a_fresh_one_passes(kernels):
         forward(x, output_final_state=True)
     assert len(kernels.compiled) == 2 * len(STAGES)
     assert kernels.launched[5:10] == kernels.launched[10:]
+
+
+FLAGS = {
+    "raw": (True, {}),
+    "states": (False, {"output_final_state": True}),
+    "value first": (True, {"output_final_state": True, "state_v_first": True}),
+    "all tapes": (False, {"save": "full"}),
+}
+
+
+@pytest.mark.parametrize(("raw", "options"), FLAGS.values(), ids=FLAGS)
+def test_recorded_forward_passes_what_its_stages_would_pass(kernels, raw, options):
+    """To each launch the places, in its own buffers, that stages pass in theirs."""
+
+    held = []
+
+    def places() -> list[list[Any]]:
+        x = problem([1600, 100], raw=raw) | {"initial_state": torch.zeros(2, 2, 128, 128)}
+        kernels.passed.clear()
+        kernels.spaces.clear()
+        found = forward(x, **options)
+        x |= {"o": found.o, "final": found.final_state, "saved": found.saved.tensor}
+        (x["space"],) = (y for y in kernels.spaces if not y.is_meta)
+        held.append(x)  # so that every call has addresses of its own
+        return kernels.places({name: y for name, y in x.items() if isinstance(y, Tensor)})
+
+    by_stages, watched, recorded, again = [places() for _ in range(4)]
+    named = {x[0] for x in itertools.chain(*by_stages) if isinstance(x, tuple) and len(x) == 2}
+    assert {"g", "beta", "initial_state"} <= named
+    assert named & {"space", "saved"}
+    assert by_stages == watched == recorded == again
+
+
+def test_recorded_forward_runs_no_stage(kernels, monkeypatch):
+    for _ in range(2):
+        forward(problem([1600, 100]))
+    monkeypatch.setattr(library._forward, "forward", None)
+    forward(problem([1600, 100]))
+    assert len(kernels.launched) == 3 * len(STAGES)
 
 
 def test_other_lengths_and_documents_compile_nothing_anew(kernels):

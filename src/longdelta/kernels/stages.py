@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longdelta.plan.chunks import CHUNK, Segment, Walk
+from longdelta.runtime.recording import Recordings
 
 Chains = tuple[tuple[int, ...], ...]
 """Runs of segment indices, each entering where the one before it left."""
@@ -84,6 +85,7 @@ class Tables:
         self.device = device
         self._blocks: dict[tuple[str, int], tuple[Tasks, ...]] = {}
         self._folds: dict[Chains, tuple[Tensor, ...]] = {}
+        self.recordings = Recordings()
 
     @cached_property
     def _chunk(self) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,10 @@ Note [Autograd]: `torch.library.register_autograd` registers what `_autograd` do
 then also goes through the schema's arguments, in a time that grows with the square of their number:
 147 of 284 us of a forward (docs/log.md, 2026-11-30, eager calls). It fills in defaults, which no
 argument of these operators has.
+
+Note [Dispatcher]: the operators are there for compilers, tracers, fake tensors, subclasses, modes
+and profilers. Where none of them looks on, a call of the op leaves the dispatcher out: its two
+walks take the arguments apart and put them together again, 25 us of 150.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ _INPUTS = (
     "bool deterministic, bool output_final_state, SymInt final_rows, str save, str backend"
 )
 _TENSORS = 12
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _AS_IT_IS = nullcontext()
 _known_bytes = lru_cache(maxsize=256)(saved_bytes)
 _library = torch.library.Library("longdelta", "DEF")
@@ -172,6 +177,8 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
     Asked of the caller's tensors, where a functional transform shows itself, and again inside the
     operators, where autograd and compiled graphs arrive directly.
     """
+    if forward_ad._current_level < 0:  # nobody has entered a level: there are no dual tensors
+        return
     for x in tensors:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise InvalidInput(
@@ -190,19 +197,28 @@ def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = Inputs(*arguments)
     refuse_forward_mode(*inputs.by_gradient)
     machine = inputs.machine()
-    o, final_state, saved = inputs.new_outputs()
-    state = inputs.k_first(final_state) if inputs.output_final_state else None
-    with _without_autocast(inputs.q), Scope("forward", inputs.q.device, machine.tables):
+    o, final_state, saved = outputs = inputs.new_outputs()
+
+    def body() -> None:
         _forward.forward(
             inputs.operands(),
             machine,
             save=inputs.save,
             saved=saved,
             o=o.flatten(0, 1),
-            final_state=state,
+            final_state=inputs.k_first(final_state) if inputs.output_final_state else None,
             recompute=None if inputs.recompute is None else held_by(inputs.recompute, "recompute"),
         )
-    return o, final_state, saved
+
+    tables = machine.tables
+    with _without_autocast(inputs.q), Scope("forward", inputs.q.device, tables) as scope:
+        # Exchanges between ranks are no launches, and the eager backend makes none.
+        if machine.name == "eager" or inputs.context is not None or inputs.recompute is not None:
+            body()
+        else:
+            options = arguments[_TENSORS:]
+            tables.recordings.run(scope, options, inputs.by_gradient, outputs, body)
+    return outputs
 
 
 def _backward_impl(
@@ -276,8 +292,29 @@ class GatedDeltaRule(torch.autograd.Function):
         return (None, None, *_differentiate(ctx, *cotangents))
 
 
+def call(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """`longdelta::forward`: Note [Dispatcher]."""
+    q = inputs.q
+    if (
+        torch.compiler.is_compiling()
+        or q.device.type not in ("cuda", "cpu")
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._is_tracing()
+        or any(type(x) not in _PLAIN for x in inputs[:_TENSORS])
+    ):
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.longdelta.forward(*inputs)
+    else:
+        found = _autograd(None, *inputs)
+    return found
+
+
 def _below_autograd(keys: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
+        if keys is None:
+            return _forward_impl(*inputs)
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.longdelta.forward.default.redispatch(
             keys & torch._C._after_autograd_keyset, *inputs
         )
@@ -285,6 +322,7 @@ def _below_autograd(keys: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _autograd(keys: Any, *inputs: Any) -> Any:
+    """keys: of the dispatcher, which goes on with those after autograd's; None: it is left out."""
     if torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in inputs[:_TENSORS]
     ):

@@ -3,30 +3,31 @@
 Note [Words]: Triton's launcher asks the driver about every tensor, encodes every descriptor, 1.4 us
 each, and hands on what it finds to an entry point in C. That entry takes addresses and encoded
 descriptors as they are, so that what was encoded once is passed again. Where this Triton keeps no
-such entry, its launcher is called as it stands: slower, with the same result.
+such entry, its launcher is called as it stands, with addresses, and tiles as they are: slower, with
+the same result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from inspect import getclosurevars, isfunction
 from typing import Any
 
 import torch
-from torch import Tensor
 
-Call = Callable[[int, int, "list[Any]", "Sequence[Tensor | Tile]"], None]
-"""Of a compiled kernel: grid, stream, words of the arguments that move, and those themselves."""
+Call = Callable[[int, int, "list[Any]"], None]
+"""Of a compiled kernel: grid, stream, words of the arguments that move."""
 
 
 class Tile:
     """Memory as the copy engine reads it, tile by tile: what Triton's descriptors hold.
 
-    shape and strides in elements, block_shape of a tile, layout of a tile in shared memory.
+    shape and strides in elements, block_shape of a tile, layout of a tile in shared memory, ahead:
+    how many bytes it starts before the tensor whose tiles it has.
     """
 
-    __slots__ = ("address", "block_shape", "dtype", "layout", "shape", "strides", "words")
+    __slots__ = ("address", "ahead", "block_shape", "dtype", "layout", "shape", "strides", "words")
     padding = "zero"
     round_f32_to_tf32 = False
 
@@ -38,8 +39,9 @@ class Tile:
         strides: list[int],
         block_shape: list[int],
         layout: Any,
+        ahead: int = 0,
     ) -> None:
-        self.dtype, self.address = dtype, address
+        self.dtype, self.address, self.ahead = dtype, address, ahead
         self.shape, self.strides, self.block_shape, self.layout = (
             shape,
             strides,
@@ -57,6 +59,11 @@ class Tile:
     def data_ptr(self) -> int:
         """Where it starts; nothing need be there, as long as no tile is read outside of memory."""
         return self.address
+
+    def of(self, address: int) -> Tile:
+        """The same of a tensor that lies there."""
+        look = self.shape, self.strides, self.block_shape, self.layout, self.ahead
+        return Tile(self.dtype, address - self.ahead, *look)
 
     def descriptor(self) -> Any:
         """As Triton resolves a launch with it."""
@@ -81,30 +88,31 @@ def encode(tile: Tile, how: Any) -> list[Any]:
     return tile.words
 
 
-def call_of(compiled: Any, rest: tuple[Any, ...]) -> Call:
-    """How a compiled kernel is launched; rest: the arguments after those that move."""
+def call_of(compiled: Any, rest: tuple[Any, ...]) -> tuple[Call, bool]:
+    """How a compiled kernel is launched, and whether it takes tiles encoded; rest: the arguments
+    after those that move."""
     run = compiled.run
     function, packed = compiled.function, compiled.packed_metadata
 
-    def slow(grid: int, stream: int, words: list[Any], moving: Sequence[Tensor | Tile]) -> None:
-        run(grid, 1, 1, stream, function, packed, None, None, None, *moving, *rest)
+    def slow(grid: int, stream: int, words: list[Any]) -> None:
+        run(grid, 1, 1, stream, function, packed, None, None, None, *words, *rest)
 
     entry = getattr(run, "launch", None)
     if isfunction(entry):
         entry = getclosurevars(entry).nonlocals.get("launcher")
     if entry is None or run.global_scratch_size or run.profile_scratch_size:
-        return slow
+        return slow, False
     options = (run.launch_cooperative_grid, run.launch_pdl)
     if hasattr(run, "arg_annotations"):  # Triton 3.7 and later: one entry for every kernel
         head = (function, *options, packed, *[None] * 5, run.arg_annotations, run.kernel_signature)
 
-        def fast(grid: int, stream: int, words: list[Any], moving: Any) -> None:
+        def fast(grid: int, stream: int, words: list[Any]) -> None:
             entry(grid, 1, 1, stream, *head, (*words, *rest))
 
-        return fast
+        return fast, True
     head = (function, *options, None, None, packed, None, None, None)
 
-    def direct(grid: int, stream: int, words: list[Any], moving: Any) -> None:
+    def direct(grid: int, stream: int, words: list[Any]) -> None:
         entry(grid, 1, 1, stream, *head, *words, *rest)
 
-    return direct
+    return direct, True

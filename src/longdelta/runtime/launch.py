@@ -99,6 +99,11 @@ def fresh() -> Iterator[None]:
             _fresh -= 1
 
 
+def is_fresh() -> bool:
+    """Whether some thread is inside `fresh`."""
+    return bool(_fresh)
+
+
 def _on(device: torch.device) -> Any:
     """A context that makes this device the current one; None where it is that already."""
     return None if torch.cuda.current_device() == device.index else torch.cuda.device(device)
@@ -135,6 +140,7 @@ class Scope:
         "launched",
         "phase",
         "plan",
+        "watched",
     )
 
     def __init__(self, phase: str | None, device: torch.device, plan: object | None = None) -> None:
@@ -142,6 +148,8 @@ class Scope:
         self.device = device
         self.plan = plan
         self.launched: list[tuple[str, int]] = []
+        self.watched: list[tuple[Program, Sequence[Tensor | Tile]]] | None = None
+        """What is launched, with its arguments, while somebody wants to know (recording.py)."""
 
     def __enter__(self) -> Scope:
         on_gpu = self.device.type == "cuda"
@@ -152,6 +160,8 @@ class Scope:
         if self.captured:
             _captured.add(self.plan)
         self._outer, _thread.scope = _thread.scope, self
+        if self._outer is not None:
+            self.watched = self._outer.watched
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -205,7 +215,7 @@ class Program:
     ) -> None:
         if device == torch.device("cuda"):  # without an index: the one that is current
             device = torch.device("cuda", torch.cuda.current_device())
-        self._kernel, self._grid, self._device, self._settled = kernel, grid, device, settled
+        self._kernel, self._grid, self.device, self._settled = kernel, grid, device, settled
         self._options = {"num_warps": num_warps, **constants}
         names = [name for name in kernel.arg_names if name not in constants]
         named = zip(names[len(names) - len(settled) :], settled, strict=True)
@@ -223,12 +233,22 @@ class Program:
         if not self._grid:
             return
         scope = _thread.scope
-        if scope is None or scope.device != self._device:
-            with Scope(None, self._device):
+        if scope is None or scope.device != self.device:
+            with Scope(None, self.device):
                 self(*moving)
             return
+        if scope.watched is not None:
+            scope.watched.append((self, moving))
+        stream = self._enter(scope)
+        if _fresh:
+            self._by_triton(moving)
+        elif not self._as_before(stream, moving):
+            self._first(stream, moving)
+
+    def _enter(self, scope: Scope) -> int:
+        """Notes a launch in its scope, and what has to outlive it; the stream that it goes to."""
         scope.launched.append(self._record)
-        stream = _stream(self._device)
+        stream = _stream(self.device)
         if scope.captured:
             _captured.add(self)
         elif stream not in self._streams:
@@ -236,10 +256,7 @@ class Program:
             for x in self._settled:
                 if isinstance(x, Tensor):
                     _read_here(x)
-        if _fresh:
-            self._by_triton(moving)
-        elif not self._as_before(stream, moving):
-            self._first(stream, moving)
+        return stream
 
     def _as_before(self, stream: int, moving: Sequence[Tensor | Tile]) -> bool:
         """Launches what is known for arguments of these kinds; False where nothing is."""
@@ -248,7 +265,7 @@ class Program:
         tiles = 0
         for x in moving:
             if type(x) is Tile:
-                words += x.words or (encode(x, self._how[tiles]) if self._how else ())
+                words += x.words or (encode(x, self._how[tiles]) if self._how else [x])
                 tiles += 1
             else:
                 address = x.data_ptr()
@@ -257,8 +274,17 @@ class Program:
         call = self._calls.get(tuple(kinds))
         if call is None:
             return False
-        call(self._grid, stream, words, moving)
+        call(self._grid, stream, words)
         return True
+
+    def known(self, moving: Sequence[Tensor | Tile]) -> tuple[Call | None, Sequence[Any]]:
+        """How arguments of these kinds are launched, and what the compiler noted of each tile."""
+        kinds = tuple(y for x in moving if not isinstance(x, Tile) for y in _kind(x))
+        return self._calls.get(kinds), self._how
+
+    def again(self, scope: Scope, call: Call, words: list[Any]) -> None:
+        """Launches a known call."""
+        call(self._grid, self._enter(scope), words)
 
     def _by_triton(self, moving: Sequence[Tensor | Tile]) -> Any:
         """Launches it as Triton does; returns the compiled kernel."""
@@ -278,8 +304,8 @@ class Program:
                 _compiled[key] = compiled, tuple(self._options[name] for name in names)
         compiled, constants = _compiled[key]
         rest = [x.data_ptr() if isinstance(x, Tensor) else x for x in self._settled]
-        self._how = getattr(compiled.metadata, "tensordesc_meta", None) or ()
-        self._calls[kinds] = call_of(compiled, (*rest, *constants))
+        self._calls[kinds], encoded = call_of(compiled, (*rest, *constants))
+        self._how = (getattr(compiled.metadata, "tensordesc_meta", None) or ()) if encoded else ()
         if known is not None:
             self._as_before(stream, moving)
 

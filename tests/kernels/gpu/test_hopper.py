@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -104,6 +104,18 @@ def test_launches_resolved_afresh_have_the_bits_of_kept_ones():
     with launch.fresh():
         assert_bitwise(forward(x), kept[0])
     assert_bitwise(kept[1], kept[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"save": "full"}, {"state_v_first": True}], ids=str)
+def test_recorded_calls_have_the_bits_of_calls_resolved_afresh(options):
+    """On inputs of their own, in tensors of their own; the third call is the first recorded one."""
+    for seed in range(5):
+        x = GLUON.inputs(replace(SPLIT, seed=seed))
+        if "state_v_first" in options:
+            x = x.with_(initial_state=x.initial_state.transpose(-1, -2).contiguous())
+        found = forward(x, **options)
+        with launch.fresh():
+            assert_bitwise(found, forward(x, **options))
 
 
 def test_a_document_keeps_its_bits_beside_one_of_nan_and_inf():

@@ -77,9 +77,9 @@ def _ragged(
     head: int,
     columns: int,
 ) -> Tile:
-    start = address - 64 * row * dtype.itemsize
+    ahead = 64 * row * dtype.itemsize
     shape, strides = [rows + 1, 64, heads, width], [row, row, head, 1]
-    return Tile(dtype, start, shape, strides, [1, 64, 1, columns], RAGGED)
+    return Tile(dtype, address - ahead, shape, strides, [1, 64, 1, columns], RAGGED, ahead)
 
 
 def ragged(x: Tensor, columns: int) -> Tile:
