@@ -18,6 +18,7 @@ walks take the arguments apart and put them together again, 25 us of 150.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -122,9 +123,10 @@ class Inputs(NamedTuple):
             backend=name,
             edges=0 if self.context is None else self.context.shape[0] - 1,
         )
-        o = self.v.new_empty(self.v.shape)
-        state = self.q.new_empty(shape if self.output_final_state else [0], dtype=dtype)
-        return o, state, self.q.new_empty([size], dtype=torch.uint8)
+        device = self.q.device
+        o = torch.empty(self.v.shape, dtype=self.v.dtype, device=device)
+        state = torch.empty(shape if self.output_final_state else [0], dtype=dtype, device=device)
+        return o, state, torch.empty([size], dtype=torch.uint8, device=device)
 
     def new_gradients(self) -> list[Tensor]:
         """Unwritten gradients, in the schema's order; empty for inputs that were not given."""
@@ -278,11 +280,12 @@ def _differentiate(ctx: Any, do: Tensor, d_final_state: Tensor, _: Any) -> list[
 
 
 class GatedDeltaRule(torch.autograd.Function):
-    """Note [Autograd]."""
+    """Notes [Autograd] and [Dispatcher]: of an output that is there already."""
 
     @staticmethod
-    def forward(ctx: Any, options: tuple[Any, ...], keys: Any, *tensors: Tensor | None) -> Any:
-        output = _below_autograd(keys, *tensors, *options)
+    def forward(
+        ctx: Any, output: tuple[Tensor, ...], options: tuple[Any, ...], *tensors: Tensor | None
+    ) -> Any:
         ctx.save_for_backward(output[2], *tensors)
         ctx.options = options
         return output
@@ -294,41 +297,46 @@ class GatedDeltaRule(torch.autograd.Function):
 
 def call(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """`longdelta::forward`: Note [Dispatcher]."""
-    q = inputs.q
     if (
         torch.compiler.is_compiling()
-        or q.device.type not in ("cuda", "cpu")
+        or inputs.q.device.type not in ("cuda", "cpu")
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._profiler_enabled()
         or torch._C._is_tracing()
-        or any(type(x) not in _PLAIN for x in inputs[:_TENSORS])
+        or not _PLAIN.issuperset(map(type, inputs[:_TENSORS]))
     ):
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.longdelta.forward(*inputs)
-    else:
-        found = _autograd(None, *inputs)
-    return found
-
-
-def _below_autograd(keys: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return found
     with torch._C._AutoDispatchBelowAutograd():
-        if keys is None:
-            return _forward_impl(*inputs)
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.longdelta.forward.default.redispatch(
+        output = _forward_impl(*inputs)
+    return _differentiable(output, inputs)
+
+
+def _differentiable(
+    output: tuple[Tensor, Tensor, Tensor], inputs: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output with its place in autograd's graph, if any input requires a gradient.
+
+    After the launches: the GPU works while autograd takes its notes.
+    """
+    tensors = inputs[:_TENSORS]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        found: tuple[Tensor, Tensor, Tensor] = GatedDeltaRule.apply(  # type: ignore[no-untyped-call]
+            output, inputs[_TENSORS:], *tensors
+        )
+        return found
+    return output
+
+
+def _autograd(keys: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """keys: of the dispatcher, which goes on with those after autograd's."""
+    with torch._C._AutoDispatchBelowAutograd():
+        output = torch.ops.longdelta.forward.default.redispatch(
             keys & torch._C._after_autograd_keyset, *inputs
         )
-    return found
-
-
-def _autograd(keys: Any, *inputs: Any) -> Any:
-    """keys: of the dispatcher, which goes on with those after autograd's; None: it is left out."""
-    if torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in inputs[:_TENSORS]
-    ):
-        options = inputs[_TENSORS:]
-        return GatedDeltaRule.apply(options, keys, *inputs[:_TENSORS])  # type: ignore[no-untyped-call]
-    return _below_autograd(keys, *inputs)
+    return _differentiable(output, inputs)
 
 
 def _refuse(ctx: Any, *_: Any) -> None:

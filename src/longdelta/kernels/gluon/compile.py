@@ -34,6 +34,8 @@ from longdelta.runtime import toolchain
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
 """What a program can have."""
+SPILLED_BYTES = 16
+"""What a thread may: outside the loops so few cost nothing that can be measured."""
 VARIANTS: tuple[Variant, ...] = (*ACTIVATE, *PREPARE, *SUMMARIZE, *FOLD, *SCAN)
 
 
@@ -58,7 +60,7 @@ class Report:
             return [self.failure]
         limits = (
             (self.serialised == 0, f"{self.serialised} warnings of serialised products"),
-            (self.spilled_bytes <= variant.spills, f"spills {self.spilled_bytes} bytes"),
+            (self.spilled_bytes <= SPILLED_BYTES, f"spills {self.spilled_bytes} bytes"),
             (self.shared_bytes <= SHARED_BYTES, f"{self.shared_bytes} bytes of shared memory"),
             (
                 self.products == variant.products,

@@ -7,8 +7,12 @@ state each, transposed, [values, keys] in fp32, in registers: it is itself the o
 products with K and Q and never passes through shared memory. A third group makes Gam Z b and
 P = s Gam Q K^T b ahead of them, a single warp loads.
 
-Per chunk and group three waits: [K S, Q S], [(Gam Z b) W], [K^T r b Uh, P Uh]. O is stored a chunk
-later, under K S, since the next chunk waits for nothing of it.
+Per chunk and group: K S and Q S, then (Gam Z b) W, then K^T r b Uh, and under the next state's
+conversion P Uh. O is stored a chunk later, under K S, since the next chunk waits for nothing of it.
+A state group has 200 registers and needs them all in the loop over chunks, so nothing is kept
+through it that can be had again: addresses of states (states.py, Note [Addresses]), offsets for
+stages (`_next`), those of a path without any walk (a program has one at least). For that the third
+group makes do with 88 and works on a quarter of the columns at a time.
 
 Barriers, by stage: full (tiles and vectors are there), ready (Gam Z b and P are made), empty (both
 state groups are done). Shared memory: a ring of three stages of 64 KB (Q, K, V, Z, P), two where
@@ -32,10 +36,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from longdelta.kernels.gluon.dialect import async_load, async_store, barrier, reinterpret
 from longdelta.kernels.gluon.states import laid_out, state_pointers
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
-from longdelta.kernels.gluon.tiles import LOG2E, flat, from_bf16, in_place, ragged, to_bf16
+from longdelta.kernels.gluon.tiles import (
+    LOG2E,
+    flat,
+    from_bf16,
+    in_place,
+    quarters,
+    ragged,
+    to_bf16,
+    whole,
+)
 from longdelta.kernels.gluon.variants import Variant
 from longdelta.kernels.stages import Tables
 from longdelta.runtime.launch import Program, programs, resolved
+
+
+@gluon.jit
+def _next(s, phase, STAGES: gl.constexpr):
+    """The stage after this one, and the parity of its barriers: carried, since a remainder is an
+    offset per thread and tile that the compiler would carry."""
+    s += 1
+    if s == STAGES:
+        s = 0
+        phase ^= 1
+    return s, phase
 
 
 @gluon.jit
@@ -48,8 +72,11 @@ def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr):
     RAG: gl.constexpr = kd.layout
     TILES: gl.constexpr = 3 if OUT else 2
     lane = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    it = 0
-    for t in range(gl.program_id(0), n_tasks, gl.num_programs(0)):
+    s = 0
+    phase = 0
+    t = gl.program_id(0)
+    more = True
+    while more:
         seg = t // HV
         h = t - seg * HV
         first = gl.load(tasks + seg * 8)
@@ -63,8 +90,7 @@ def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr):
             g2 = gl.load(g + lane) * LOG2E
             last = gl.load(g + 63) * LOG2E
             b = gl.load(bp + (row + lane).to(gl.int64) * HV + h, mask=lane < size, other=0.0)
-            s = it % STAGES
-            mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
+            mbarrier.wait(empty.index(s), phase ^ 1)
             bar = full.index(s)
             mbarrier.expect(bar, TILES * 16384 + 8192)
             y = row + size
@@ -85,7 +111,9 @@ def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr):
             rs.index(s).store(b * gl.exp2(last - g2))
             barrier()
             mbarrier.arrive(bar, count=1)
-            it += 1
+            s, phase = _next(s, phase, STAGES)
+        t += gl.num_programs(0)
+        more = t < n_tasks
 
 
 @gluon.jit
@@ -95,36 +123,50 @@ def _within(given, OUT: gl.constexpr, STAGES: gl.constexpr):
     tasks, n_tasks, HV = walks
     qs, ks, zs, ps, gs, bs, full, ready = smem
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    i = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
-    j = gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+    H: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, Q))
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, Q))
     gz = reinterpret(zs, gl.bfloat16, [STAGES, 64, 64], zs.layout)
-    it = 0
-    for t in range(gl.program_id(0), n_tasks, gl.num_programs(0)):
+    s = 0
+    phase = 0
+    t = gl.program_id(0)
+    more = True
+    while more:
         n = gl.load(tasks + (t // HV) * 8 + 1)
         for _ in range(n):
-            s = it % STAGES
-            mbarrier.wait(full.index(s), (it // STAGES) & 1)
+            mbarrier.wait(full.index(s), phase)
             if OUT:
                 a = gl.zeros([64, 64], gl.float32, L)
                 a = warpgroup_mma(
                     qs.index(s), ks.index(s).permute((1, 0)), a, use_acc=False, is_async=True
                 )
-            gi = gs.index(s).load(gl.SliceLayout(1, L))[:, None]
-            gj = gs.index(s).load(gl.SliceLayout(0, L))[None, :]
-            # i >= j: the thread's share on one side, constants on the other (states.py, Addresses).
-            below = (i & 55)[:, None] - (j & 6)[None, :] >= (j & 57)[None, :] - (i & 8)[:, None]
-            gam = gl.exp2(gl.where(below, gi - gj, float("-inf")))
-            gam = gam * bs.index(s).load(gl.SliceLayout(0, L))[None, :]
-            z = to_bf16(zs.index(s).load(L).to(gl.float32) * gam)
+            gi = gs.index(s).load(gl.SliceLayout(1, Q))[:, None]
+            z = quarters(zs.index(s).load(L), H, Q)
+            zb = ()
+            pb = ()
+            for x in gl.static_range(4):
+                gj = gs.index(s).slice(16 * x, 16).load(gl.SliceLayout(0, Q))[None, :]
+                # i >= j: the thread's share on one side, constants on the other (Addresses).
+                own = (i & 55)[:, None] - (j & 6)[None, :]
+                below = own >= (j & 9)[None, :] + 16 * x - (i & 8)[:, None]
+                gam = gl.exp2(gl.where(below, gi - gj, float("-inf")))
+                gam = gam * bs.index(s).slice(16 * x, 16).load(gl.SliceLayout(0, Q))[None, :]
+                zb = zb + (to_bf16(z[x].to(gl.float32) * gam),)
+                if OUT:
+                    if x == 0:
+                        p = quarters(warpgroup_mma_wait(0, [a]), H, Q)
+                    pb = pb + (to_bf16(p[x] * (gam * scale)),)
             barrier()
-            gz.index(s).store(z)
+            gz.index(s).store(whole(zb, H, L))
             if OUT:
-                a = warpgroup_mma_wait(0, [a])
-                ps.index(s).store(to_bf16(a * (gam * scale)))
+                ps.index(s).store(whole(pb, H, L))
             fence_async_shared()
             barrier()
             mbarrier.arrive(ready.index(s), count=1)
-            it += 1
+            s, phase = _next(s, phase, STAGES)
+        t += gl.num_programs(0)
+        more = t < n_tasks
 
 
 @gluon.jit
@@ -168,10 +210,13 @@ def _walk(
     out = outs.index(HALF)
     snap = snaps.index(HALF)
     tape = tapes.index(HALF)
-    it = 0
+    s = 0
+    phase = 0
     o3 = gl.zeros([64, 64], gl.bfloat16, LU)
     at = (0, 0, 0, COLUMN)  # no rows
-    for t in range(gl.program_id(0), n_tasks, gl.num_programs(0)):
+    t = gl.program_id(0)
+    more = True
+    while more:
         seg = t // HV
         h = t - seg * HV
         first = gl.load(tasks + seg * 8)
@@ -186,9 +231,8 @@ def _walk(
             S = gl.load(state_pointers(initial, start * HV + h, COLUMN, V_FIRST, LS))
         Sb = to_bf16(S)
         for c in range(first, first + n):
-            s = it % STAGES
             k = ks.index(s)
-            mbarrier.wait(full.index(s), (it // STAGES) & 1)
+            mbarrier.wait(full.index(s), phase)
             a = gl.convert_layout(Sb, AU)
             u = gl.zeros([64, 64], gl.float32, LU)
             u = warpgroup_mma(a, k.permute((1, 0)), u, use_acc=False, is_async=True)
@@ -204,7 +248,7 @@ def _walk(
                 barrier()
                 async_store(sd, [(c * HV + h) * 128, COLUMN], snap)
             v = vs.index(s).permute((1, 0)).load(LU)
-            mbarrier.wait(ready.index(s), (it // STAGES) & 1)
+            mbarrier.wait(ready.index(s), phase)
             if OUT:
                 done = warpgroup_mma_wait(0, [u, o, a])
                 u = done[0]
@@ -236,18 +280,20 @@ def _walk(
                 async_store(ud, [(c * HV + h) * 64, COLUMN], tape)
             if OUT:
                 at = (gl.load(chunks + 2 * c), gl.load(chunks + 2 * c + 1), h, COLUMN)
-                done = warpgroup_mma_wait(0, [S, o2, x, y])
-                S = done[0]
-                o3 = to_bf16(done[1])
+                S = warpgroup_mma_wait(1, [S, x])[0]
+                Sb = to_bf16(S)
+                o3 = to_bf16(warpgroup_mma_wait(0, [o2, y])[0])
             else:
                 S = warpgroup_mma_wait(0, [S, x])[0]
+                Sb = to_bf16(S)
             barrier()
             mbarrier.arrive(empty.index(s), count=1)
-            Sb = to_bf16(S)
-            it += 1
+            s, phase = _next(s, phase, STAGES)
         if FINAL:
             if end >= 0:
                 gl.store(state_pointers(final, end * HV + h, COLUMN, V_FIRST, LS), S)
+        t += gl.num_programs(0)
+        more = t < n_tasks
     if OUT:
         _put(od, at, out, o3, PENDING)
     tma.store_wait(0)
@@ -328,7 +374,7 @@ def scan_kernel(
             (_load, (load, OUT, STAGES)),
         ],
         [4, 4, 1],
-        [192, 104, 24],
+        [200, 88, 24],
     )
 
 
@@ -423,8 +469,7 @@ def scan(
 def _variant(name: str, products: int, OUT: bool, TAPES: bool, V_FIRST: bool = False) -> Variant:
     flags = {"INITIAL": True, "FINAL": True, "V_FIRST": V_FIRST, "OUT": OUT, "TAPES": TAPES}
     constants = flags | {"STAGES": 2 if OUT and TAPES else 3}
-    # Where a state is written at the end of a walk: docs/log.md, 2026-11-30, scan, second round.
-    return Variant(name, scan_kernel, products, constants, spills=208 if OUT else 16)
+    return Variant(name, scan_kernel, products, constants)
 
 
 VARIANTS = (

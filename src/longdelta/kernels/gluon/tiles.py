@@ -65,6 +65,35 @@ def to_fp16(x):
     )
 
 
+@gluon.jit
+def _halves(x, L: gl.constexpr):
+    """The left and the right columns of a warp group's values, in the registers they are in."""
+    a, b = x.reshape([64, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+    return gl.convert_layout(a, L, assert_trivial=True), gl.convert_layout(
+        b, L, assert_trivial=True
+    )
+
+
+@gluon.jit
+def quarters(x, H: gl.constexpr, Q: gl.constexpr):
+    """The columns in four parts, likewise; H, Q: layouts of halves and quarters."""
+    a, b = _halves(x, H)
+    return _halves(a, Q) + _halves(b, Q)
+
+
+@gluon.jit
+def _joined(a, b, L: gl.constexpr):
+    """What `_halves` took apart."""
+    x = gl.join(a, b).permute((0, 2, 1)).reshape([64, 2 * a.shape[1]])
+    return gl.convert_layout(x, L, assert_trivial=True)
+
+
+@gluon.jit
+def whole(x, H: gl.constexpr, L: gl.constexpr):
+    """What `quarters` took apart."""
+    return _joined(_joined(x[0], x[1], H), _joined(x[2], x[3], H), L)
+
+
 # A model's tensors come back to the addresses of its last step: their tiles are known, and encoded.
 @lru_cache(maxsize=2048)
 def _ragged(
