@@ -39,9 +39,8 @@ class Bodies:
 
     def run(self, x: Tensor, y: Tensor, extra: Callable[[Tensor], object] | None = None) -> None:
         """Reads x and y, writes a result."""
-        result = x.new_empty(7)
 
-        def body() -> None:
+        def body(result: Tensor, unused: Tensor) -> None:
             self.count += 1
             space = torch.empty(1024, dtype=torch.uint8, device=GPU)
             middle = space.view(torch.float32).as_strided((4, 8), (8, 1), 64)
@@ -54,8 +53,12 @@ class Bodies:
         self.ran.clear()
         self.spaces.clear()
         with Scope("forward", GPU) as scope:
-            self.recordings.run(scope, ("option",), (x, y, None), (result,), body)
-        (space,) = self.spaces
+            result, unused = self.recordings.run(
+                scope, ("option",), (x, y, None), lambda: (x.new_empty(7), y.new_empty(0)), body
+            )
+        assert (result.shape, result.dtype) == ((7,), x.dtype)
+        assert (unused.shape, unused.dtype) == ((0,), y.dtype)
+        (space,) = set(self.spaces) - {result.data_ptr(), 0}
         assert [each.arguments[:2] for each in self.ran] == [
             (x.data_ptr(), space + 256),
             (space + 288, y.data_ptr()),
@@ -180,7 +183,7 @@ def test_launch_on_another_device_is_not_recorded(bodies, kernel, ran):
     pair = torch.zeros(64), torch.zeros(64)
     for _ in range(4):
         with Scope("forward", GPU) as scope:
-            Recordings.run(bodies.recordings, scope, (), pair, (), body)
+            bodies.recordings.run(scope, (), pair, tuple, body)
     assert count == 4
     assert {each.device for each in ran} == {1}
 

@@ -199,9 +199,8 @@ def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = Inputs(*arguments)
     refuse_forward_mode(*inputs.by_gradient)
     machine = inputs.machine()
-    o, final_state, saved = outputs = inputs.new_outputs()
 
-    def body() -> None:
+    def body(o: Tensor, final_state: Tensor, saved: Tensor) -> None:
         _forward.forward(
             inputs.operands(),
             machine,
@@ -216,11 +215,14 @@ def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     with _without_autocast(inputs.q), Scope("forward", inputs.q.device, tables) as scope:
         # Exchanges between ranks are no launches, and the eager backend makes none.
         if machine.name == "eager" or inputs.context is not None or inputs.recompute is not None:
-            body()
+            o, final_state, saved = inputs.new_outputs()
+            body(o, final_state, saved)
         else:
-            options = arguments[_TENSORS:]
-            tables.recordings.run(scope, options, inputs.by_gradient, outputs, body)
-    return outputs
+            options, given = arguments[_TENSORS:], inputs.by_gradient
+            o, final_state, saved = tables.recordings.run(
+                scope, options, given, inputs.new_outputs, body
+            )
+    return o, final_state, saved
 
 
 def _backward_impl(

@@ -63,33 +63,58 @@ class _Place(NamedTuple):
         return found
 
 
+class _New(NamedTuple):
+    """A buffer that a body has for itself or as a result: which, and what it looks like."""
+
+    buffer: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Step(NamedTuple):
+    """One launch, after the buffers that no launch before it needed."""
+
+    new: list[_New]
+    program: Program
+    call: Call
+    places: list[_Place]
+
+
 class Recording:
-    """Note [Recordings]. Its buffers: those of the call, those it allocates, and none at all."""
+    """Note [Recordings]. Its buffers: those given, its results, its workspace, and none at all.
+
+    A buffer is allocated before the first launch that needs it: the first launch waits for few.
+    """
 
     def __init__(
-        self,
-        device: torch.device,
-        spaces: Sequence[int],
-        steps: Sequence[tuple[Program, Call, Sequence[_Place]]],
+        self, device: torch.device, given: int, made: int, steps: list[_Step], unused: list[_New]
     ) -> None:
-        self._device, self._spaces, self._steps = device, spaces, steps
+        self._device, self._steps, self._unused = device, steps, unused
+        self._results = range(given, given + made)
+        new = sum(len(step.new) for step in steps) + len(unused)
+        self._rest = [0] * (new + 1)
 
-    def __call__(self, scope: Scope, buffers: Sequence[Tensor | None]) -> None:
-        """Makes the launches on the buffers of this call."""
-        bases = [0 if x is None else x.data_ptr() for x in buffers]
+    def __call__(self, scope: Scope, given: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """Makes the launches on the tensors of this call; its results."""
         # Held until all is launched: from then on the order of the stream protects them.
-        held = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in self._spaces]
-        bases += [x.data_ptr() for x in held]
-        bases.append(0)
-        for program, call, places in self._steps:
+        held: dict[int, Tensor] = {}
+        bases = [0 if x is None else x.data_ptr() for x in given]
+        bases += self._rest
+        for step in self._steps:
+            for new in step.new:
+                x = held[new.buffer] = torch.empty(new.shape, dtype=new.dtype, device=self._device)
+                bases[new.buffer] = x.data_ptr()
             words: list[Any] = []
-            for place in places:
+            for place in step.places:
                 address = bases[place.buffer] + place.offset
                 if place.tile is None:
                     words.append(address)
                 else:
                     words += place.encoded.get(address) or place.words(address)
-            program.again(scope, call, words)
+            step.program.again(scope, step.call, words)
+        for new in self._unused:
+            held[new.buffer] = torch.empty(new.shape, dtype=new.dtype, device=self._device)
+        return tuple([held[buffer] for buffer in self._results])
 
 
 def _recording(
@@ -103,29 +128,31 @@ def _recording(
     exact = {x.data_ptr(): i for i, x in enumerate(given) if x is not None and x.numel()}
     if len(exact) < sum(x is not None and x.numel() > 0 for x in given):
         return None  # the same tensor came twice; in another call two may come
-    fresh = [*made, *watch.spaces]
-    ranges = [(x.data_ptr(), x.numel() * x.itemsize, len(given) + i) for i, x in enumerate(fresh)]
+    fresh = dict(enumerate((*made, *watch.spaces), start=len(given)))
 
     def place(x: Tensor | Tile, how: Any) -> _Place | None:
         tile = x if isinstance(x, Tile) else None
         address = x.data_ptr() if tile is None else tile.address + tile.ahead
         if address in exact:
             return _Place(exact[address], 0, tile, how, {})
-        for base, size, buffer in ranges:
-            if size and base <= address < base + size:
-                return _Place(buffer, address - base, tile, how, {})
-        # A tensor without elements has no address; its tile may have that of its buffer's end.
+        for buffer, whole in fresh.items():
+            if 0 <= address - whole.data_ptr() < whole.nbytes:
+                return _Place(buffer, address - whole.data_ptr(), tile, how, {})
+        # A tensor without elements has no address.
         return _Place(-1, 0, tile, how, {}) if address == 0 else None
 
+    new = {buffer: _New(buffer, x.shape, x.dtype) for buffer, x in fresh.items()}
     steps = []
     for program, moving in launches:
         call, how = program.known(moving)
         notes = iter(how or [None] * len(moving))
-        places = [place(x, next(notes) if isinstance(x, Tile) else None) for x in moving]
-        if call is None or None in places or program.device != device:
+        found = [place(x, next(notes) if isinstance(x, Tile) else None) for x in moving]
+        places = [each for each in found if each is not None]
+        if call is None or len(places) < len(found) or program.device != device:
             return None
-        steps.append((program, call, [each for each in places if each is not None]))
-    return Recording(device, [x.numel() * x.itemsize for x in watch.spaces], steps)
+        needed = [new.pop(each.buffer) for each in places if each.buffer in new]
+        steps.append(_Step(needed, program, call, places))
+    return Recording(device, len(given), len(made), steps, list(new.values()))
 
 
 def _look(x: Tensor | None) -> Hashable:
@@ -145,43 +172,45 @@ class Recordings:
         scope: Scope,
         options: Hashable,
         given: Sequence[Tensor | None],
-        made: Sequence[Tensor],
-        body: Callable[[], None],
-    ) -> None:
-        """body() in its scope, or the launches that it would make.
+        make: Callable[[], tuple[Tensor, ...]],
+        body: Callable[..., None],
+    ) -> tuple[Tensor, ...]:
+        """made = make(); body(*made) in its scope, or the launches that this would make; made.
 
-        options: all that the body depends on besides the plan and the tensors given, which it
-        reads, and made, which it writes.
+        options: all that the body and its results depend on besides the plan and the tensors given,
+        which it reads. make: allocates the results, which the body writes, each as a whole.
         """
         if is_fresh():
-            body()
-            return
-        key = (options, *map(_look, given))
-        known = self._known.get(key)
-        if isinstance(known, Recording):
-            known(scope, (*given, *made))
-        elif known:
-            self._known[key] = self._watched(scope, given, made, body) or False
+            known = None
         else:
+            key = (options, *map(_look, given))
+            known = self._known.get(key)
+            if isinstance(known, Recording):
+                return known(scope, given)
             if known is None:
                 if len(self._known) >= _KEPT:
                     self._known.clear()
                 self._known[key] = True
-            body()
+        made = make()
+        if known:
+            self._known[key] = self._watched(scope, given, made, body) or False
+        else:
+            body(*made)
+        return made
 
     @staticmethod
     def _watched(
         scope: Scope,
         given: Sequence[Tensor | None],
         made: Sequence[Tensor],
-        body: Callable[[], None],
+        body: Callable[..., None],
     ) -> Recording | None:
         launches: list[tuple[Program, Sequence[Tensor | Tile]]] = []
         scope.watched = launches
         watch = _Watch()
         try:
             with watch:
-                body()
+                body(*made)
         finally:
             scope.watched = None
         if not watch.only_launches:
