@@ -96,7 +96,7 @@ def start(job: Job, options: argparse.Namespace, port: int) -> None:
         command += ["-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}"]
         command += [f"--master-port={port}"]
     command += [__file__, "--cache", str(folder), "--suite", options.suite]
-    command += ["--arms", job.arm.name, "--rows", job.row.name, "--worker"]
+    command += ["--arms", job.arm.name, "--rows", job.row.name, "--worker", "--op", options.op]
     with (folder / "logs" / f"{job.name}.log").open("wb") as log:
         job.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     job.began = time.monotonic()
@@ -205,19 +205,19 @@ def note_used(log: TextIO) -> None:
         setattr(FileCacheManager, name, noted)
 
 
-def worker(arm: Arm, row: Row, folder: Path) -> int:
+def worker(arm: Arm, row: Row, op: str, folder: Path) -> int:
     """Runs the arm on its row, then once more from the cache on disk."""
     place = place_here()
     tune_alone(folder / f"gpu{place.device.index or 0}.lock")
     try:
         with (folder / "used" / f"{arm.name}-{row.name}-{place.rank}").open("w") as log:
-            run_once(arm, row, place)
+            run_once(arm, row, op, place)
             forget_kernels()
             note_used(log)
             # This package keeps resolved launches of its own.
             launches = launch_module(arm.family)
             with contextlib.nullcontext() if launches is None else launches.fresh():
-                run_once(arm, row, place)
+                run_once(arm, row, op, place)
     except Exception as error:  # noqa: BLE001  a peer may raise anything
         traceback.print_exc()
         print(f"error: {type(error).__name__}: {error}".replace("\n", " "))
@@ -227,7 +227,7 @@ def worker(arm: Arm, row: Row, folder: Path) -> int:
     return 0
 
 
-def run_once(arm: Arm, row: Row, place: Place) -> None:
+def run_once(arm: Arm, row: Row, op: str, place: Place) -> None:
     began = time.monotonic()
     problem = problem_of(row, place)
     entry = Entry(arm, arm.build(problem))
@@ -235,10 +235,10 @@ def run_once(arm: Arm, row: Row, place: Place) -> None:
     entry.leaves = whole_inputs(problem, entry.runner)
     entry.do = cotangent(problem, entry.runner)
     release(place.device)  # The other processes run on this GPU, too.
-    operation(entry, "fwdbwd")()
+    operation(entry, op)()
     if place.device.type == "cuda":
         torch.cuda.synchronize()
-    print(f"forward and backward: {time.monotonic() - began:.1f} s", flush=True)
+    print(f"{op}: {time.monotonic() - began:.1f} s", flush=True)
 
 
 def pack(folder: Path, target: Path, complete: bool) -> None:
@@ -281,6 +281,7 @@ def main() -> int:
     parser.add_argument("--suite", default="single")
     parser.add_argument("--rows", default="", help="default: all of the suite")
     parser.add_argument("--arms", default="", help="default: all that fit the ranks")
+    parser.add_argument("--op", choices=("fwd", "fwdbwd"), default="fwdbwd", help="what is run")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=600, help="then what runs is stopped")
     parser.add_argument("--processes", type=int, default=16)
@@ -294,7 +295,7 @@ def main() -> int:
     try:
         rows = chosen_rows(suite_named(options.suite), names[0])
         if options.worker:
-            return worker(all_arms()[options.arms], rows[0], options.cache)
+            return worker(all_arms()[options.arms], rows[0], options.op, options.cache)
         arms = chosen_arms(names[1], options.ranks)
     except InvalidInput as error:
         parser.error(str(error))

@@ -172,3 +172,25 @@ def test_captured_call_replays_the_bits_of_the_eager_call() -> None:
 def test_operations_that_are_timed_serve_those_that_are_asked_for() -> None:
     assert measured_ops(["bwd"]) == ("fwd", "fwdbwd")
     assert measured_ops(["checkpointed", "fwd"]) == ("fwd", "checkpointed")
+
+
+def test_forward_alone_asks_no_arm_for_gradients(tmp_path: Path) -> None:
+    class Only(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, o):
+            return o.clone()
+
+        @staticmethod
+        def backward(ctx, do):
+            raise AssertionError("asked for gradients")
+
+    ours = arm("ours", lambda o, *_: Only.apply(o))
+    given = plan(tmp_path, ours, arm("other"), ops=("fwd",))
+    records = Run(given, CPU, Scripted()).all()
+    for name in ("ours", "other"):
+        found = cell(records, name, "fwd")
+        assert (found.ms, found.note) == (1.0, "")
+        assert found.errors_float64.startswith("o ")
+        assert "dq" not in found.errors_float64 + found.errors_ours
+    with_gradients = Run(replace(given, ops=("fwd", "bwd")), CPU, Scripted()).all()
+    assert "asked for gradients" in cell(with_gradients, "ours", "fwd").note

@@ -62,13 +62,15 @@ def cut_cotangent(problem: Problem, cut: Cut) -> Tensor:
     return do
 
 
-def expected(problem: Problem, cut: Cut) -> tuple[Tensor, ...]:
-    """`RESULTS` of the cut, by the token recurrence in float64."""
+def expected(problem: Problem, cut: Cut, gradients: bool) -> tuple[Tensor, ...]:
+    """`RESULTS` of the cut, by the token recurrence in float64; o alone without gradients."""
     row = problem.row
     q, k, v, g, beta = (cut.of(x, row) for x in problem.inputs)
     do, bounds = cut.of(problem.do, row), cut.offsets()
     scale = row.K**-0.5
     out = reference.recurrence(q, k, v, g, beta, scale=scale, cu_seqlens=bounds)
+    if not gradients:
+        return (out.o,)
     found = reference.recurrence_gradients(q, k, v, g, beta, scale=scale, do=do, cu_seqlens=bounds)
     return (out.o, *found[:5])
 

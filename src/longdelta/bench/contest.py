@@ -125,7 +125,7 @@ def launch_module(family: str) -> Any:
 
 
 class Contest:
-    """All arms on one row."""
+    """All arms on one row. gradients: whether they are asked for, and so checked."""
 
     def __init__(
         self,
@@ -134,6 +134,7 @@ class Contest:
         timer: Timer,
         schedule: Schedule,
         watch: Watch,
+        gradients: bool = True,
     ) -> None:
         self.problem = problem
         self.timer = timer
@@ -141,6 +142,8 @@ class Contest:
         self.watch = watch
         self.entries = [Entry(arm) for arm in arms]
         self.base_bits = ""
+        self._gradients = gradients
+        self._results = accuracy.RESULTS if gradients else accuracy.RESULTS[:1]
         self._ours: tuple[Tensor, ...] = ()
         self._cut = accuracy.cut_of(problem.row)
 
@@ -151,7 +154,7 @@ class Contest:
 
     def check(self) -> None:
         """Builds every arm, runs it for the first time, and compares its results."""
-        expected = accuracy.expected(self.problem, self._cut)
+        expected = accuracy.expected(self.problem, self._cut, self._gradients)
         do = accuracy.cut_cotangent(self.problem, self._cut)
         for entry in sorted(self.entries, key=lambda each: each.arm.name != "ours"):
             entry.note = entry.arm.missing()
@@ -194,13 +197,13 @@ class Contest:
         entry.runner = entry.arm.build(self.problem)
         entry.leaves = whole_inputs(self.problem, entry.runner)
         entry.do = cotangent(self.problem, entry.runner)
-        both = operation(entry, "fwdbwd")
-        entry.first_call_s = self.timer.once(both)[1]
+        call = operation(entry, "fwdbwd" if self._gradients else "fwd")
+        entry.first_call_s = self.timer.once(call)[1]
         launch = launch_module(entry.arm.family)
         if launch is not None:
             launch.forget_records()
         held = self._memory(reset=True)
-        results, seconds = self.timer.once(both)
+        results, seconds = self.timer.once(call)
         entry.peak_gib = collectives.highest(self._memory() - held, self.place.group) / 2**30
         if launch is not None:
             entry.launches = tuple(map(repr, launch.records()))
@@ -228,7 +231,7 @@ class Contest:
         elif self._ours:
             found = {
                 name: accuracy.distance(runner.whole(x), mine)
-                for name, x, mine in zip(accuracy.RESULTS, results, self._ours, strict=False)
+                for name, x, mine in zip(self._results, results, self._ours, strict=False)
             }
             entry.errors_ours = self._agreed(found)
 
@@ -236,7 +239,7 @@ class Contest:
         """The greatest over ranks; a rank that computes nothing has none of its own."""
         return {
             name: collectives.highest(errors.get(name, 0.0), self.place.group)
-            for name in accuracy.RESULTS
+            for name in self._results
         }
 
     def _judge(self, entry: Entry, do: Tensor, expected: Sequence[Tensor]) -> None:
@@ -246,13 +249,12 @@ class Contest:
         found: dict[str, float] = {}
         if runner.active:
             o = runner.op(*entry.leaves)
-            results = (
-                o.detach(),
-                *torch.autograd.grad(o, entry.leaves, cotangent(self.problem, runner, do)),
-            )
+            results = [o.detach()]
+            if self._gradients:
+                results += torch.autograd.grad(o, entry.leaves, cotangent(self.problem, runner, do))
             found = {
                 name: accuracy.distance(self._cut.of(runner.whole(x), row), ref)
-                for name, x, ref in zip(accuracy.RESULTS, results, expected, strict=True)
+                for name, x, ref in zip(self._results, results, expected, strict=True)
             }
         entry.errors_float64 = self._agreed(found)
         why = accuracy.verdict(entry.errors_float64, row.gates)

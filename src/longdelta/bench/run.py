@@ -207,6 +207,7 @@ class Run:
                     self.timer,
                     self.plan.schedule,
                     self.watch,
+                    gradients=set(self.plan.ops) != {"fwd"},
                 )
                 contest.check()
                 for mode in self.plan.modes:
