@@ -378,7 +378,7 @@ def peers(rows: str = "0123") -> None:
 
 
 def rules() -> None:
-    """Segment lengths for one document of 1,024 chunks and of 512."""
+    """Segment lengths: of long documents, and of short ones alone and packed."""
     from longdelta.plan import chunks as plan
 
     kept = plan.segment_chunks
@@ -388,6 +388,10 @@ def rules() -> None:
         ([32768], 16, 32, (64, 128, 171, 256)),
         ([10923] * 6, 2, 6, (8, 16, 32)),
         ([8192], 16, 32, (16, 32, 64, 1000)),
+        ([4096], 16, 16, (8, 16, 32, 1000)),
+        ([4096] * 16, 16, 16, (8, 16, 32, 1000)),
+        ([2048], 16, 32, (8, 16, 1000)),
+        ([2048] * 16, 16, 32, (8, 16, 1000)),
     ):
         for step in steps:
             plan.segment_chunks = lambda tokens, heads, packed, step=step: step
@@ -400,7 +404,7 @@ def rules() -> None:
             )
             parts = {p: median_ms(graphed(getattr(f, p))) for p in names}
             print(
-                lengths[0],
+                f"{len(lengths)} x {lengths[0]}",
                 H,
                 HV,
                 step,
