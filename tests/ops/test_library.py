@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longdelta import chunk_gated_delta_rule
 from longdelta.arguments import inputs_of
+from longdelta.ops import library
 from longdelta.plan.tensors import saved_bytes
 from longdelta.testing.workloads import (
     LEAVES,
@@ -268,3 +270,87 @@ def test_direct_call_does_not_walk_through_the_dispatcher(monkeypatch):
     monkeypatch.setattr(torch.ops.longdelta, "forward", None, raising=False)
     o, *_ = step()
     assert o.isfinite().all()
+
+
+def plain_inputs(**changes: torch.Tensor):
+    x = NAMED["mild"].inputs(torch.float32)
+    given = {name: getattr(x, name) for name in LEAVES} | changes
+    return inputs_of(**given, cu_seqlens=x.cu_seqlens)
+
+
+def lazily(name: str) -> torch.Tensor:
+    x = NAMED["mild"].inputs(torch.float32)
+    if name == "negated":
+        return torch.complex(torch.zeros_like(x.g), -x.g).conj().imag
+    return torch._efficientzerotensor(x.g.shape, dtype=x.g.dtype)
+
+
+@pytest.mark.parametrize("name", ["negated", "zero"])
+def test_lazy_tensors_are_made_real_by_the_dispatcher(name, monkeypatch):
+    """A kernel would read the memory that they do not have, or not as it is."""
+    inputs = plain_inputs(g=lazily(name))
+    reached = []
+    implementation = library._forward_impl
+
+    def seen(*arguments):
+        reached.append(arguments[3])
+        return implementation(*arguments)
+
+    monkeypatch.setattr(library, "_forward_impl", seen)
+    assert not library._plain(inputs[: library._TENSORS])
+    o, *_ = library.call(inputs)
+    assert torch.equal(o, library.call(plain_inputs(g=lazily(name).clone()))[0])
+    assert len(reached) == 1  # the dispatcher has the implementation that was registered
+
+
+NOT_LOOKED_ON = {
+    "nothing": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu"),
+    "a forward-mode level": torch.autograd.forward_ad.dual_level,
+}
+LOOKED_ON = {
+    "mode": Seen,
+    "below autograd": torch._C._AutoDispatchBelowAutograd,
+    "profiler": torch.profiler.profile,
+    "function mode": lambda: torch.device("cpu"),
+}
+
+
+@pytest.mark.parametrize("context", NOT_LOOKED_ON.values(), ids=NOT_LOOKED_ON)
+def test_calls_are_direct_where_nobody_looks_on(context, monkeypatch):
+    monkeypatch.setattr(torch.ops.longdelta, "forward", None, raising=False)
+    with context():
+        assert library.call(plain_inputs())[0].isfinite().all()
+
+
+@pytest.mark.parametrize("context", LOOKED_ON.values(), ids=LOOKED_ON)
+def test_calls_pass_through_the_dispatcher_where_somebody_does(context):
+    inputs = plain_inputs()
+    direct = library.call(inputs)[0]
+    with context():
+        assert library._looked_on()
+        o = library.call(inputs)[0]
+    assert torch.equal(o, direct)
+
+
+def test_transforms_are_seen_from_inside():
+    inside = []
+
+    def f(x):
+        inside.append(library._looked_on())
+        return x.sum()
+
+    torch.func.vmap(f)(torch.zeros(2, 3))
+    torch.func.grad(f)(torch.zeros(2))
+    assert inside == [True, True]
+
+
+def test_output_has_no_graph_below_autograd():
+    x = NAMED["mild"].inputs(torch.float32)
+    leaves = [getattr(x, name).clone().requires_grad_() for name in LEAVES]
+    inputs = inputs_of(*leaves[:5], initial_state=leaves[5], cu_seqlens=x.cu_seqlens)
+    assert library.call(inputs)[0].requires_grad
+    with torch._C._AutoDispatchBelowAutograd():
+        assert not library.call(inputs)[0].requires_grad

@@ -265,3 +265,14 @@ def test_what_a_captured_graph_reads_outlives_its_plan(driver, kernel):
     launch._captured.clear()
     gc.collect()
     assert alive() is None
+
+
+def test_kernel_that_takes_tiles_as_they_are_gets_no_words_of_another(driver, ran, kernel):
+    """A tile is kept for its place, and encoded by the first kernel that takes it so."""
+    tiles = pytest.importorskip("longdelta.kernels.gluon.tiles", reason="no Triton here")
+    tile = tiles.flat(torch.zeros(64, 64, dtype=torch.bfloat16), 64, 64)
+    tile.words = ["words"]
+    program = Program(kernel, 3, GPU[0], 99, 5, FLAG=True)
+    for _ in range(2):
+        program(tile, tensors()[0])
+    assert [each.arguments[0] for each in ran][1] is tile

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from longdelta.runtime import launch
 from longdelta.runtime.launch import Launch, Program, Scope
@@ -31,14 +35,22 @@ class Bodies:
 
         def here(*size: Any, device: Any = None, **options: Any) -> Tensor:
             """On this machine, whatever the device; its address is kept."""
+            if device == "meta":
+                return empty(*size, device=device, **options)
             made = empty(*size, **options)
             self.spaces.append(made.data_ptr())
             return made
 
         monkeypatch.setattr(torch, "empty", here)
 
-    def run(self, x: Tensor, y: Tensor, extra: Callable[[Tensor], object] | None = None) -> None:
-        """Reads x and y, writes a result."""
+    def run(
+        self,
+        x: Tensor,
+        y: Tensor,
+        extra: Callable[[Tensor], object] | None = None,
+        spaces: int = 1,
+    ) -> None:
+        """Reads x and y, writes a result; so many buffers are allocated besides the results."""
 
         def body(result: Tensor, unused: Tensor) -> None:
             self.count += 1
@@ -58,7 +70,8 @@ class Bodies:
             )
         assert (result.shape, result.dtype) == ((7,), x.dtype)
         assert (unused.shape, unused.dtype) == ((0,), y.dtype)
-        (space,) = set(self.spaces) - {result.data_ptr(), 0}
+        space, *others = [x for x in self.spaces if x not in (result.data_ptr(), 0)]
+        assert len(others) == spaces - 1
         assert [each.arguments[:2] for each in self.ran] == [
             (x.data_ptr(), space + 256),
             (space + 288, y.data_ptr()),
@@ -111,13 +124,84 @@ def test_tensors_that_look_otherwise_have_a_recording_of_their_own(bodies, other
     assert bodies.count == 4
 
 
-@pytest.mark.parametrize(
-    "extra", [lambda y: y + 1, lambda y: y.zero_(), lambda y: y.clone()], ids=["+", "zero_", "copy"]
-)
-def test_body_in_which_torch_computes_is_run_every_time(bodies, extra):
-    for count in range(1, 5):
-        bodies.run(*pair(), extra=extra)
+COMPUTES = {
+    "+": lambda y: y + 1,
+    "zero_": lambda y: y.zero_(),
+    "clone": lambda y: y.clone(),
+    "float": lambda y: y.float(),
+    "contiguous": lambda y: y[::2].contiguous(),
+    "reshape": lambda y: y.view(8, 8).t().reshape(64),
+    "item": lambda y: y[0].item(),
+}
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["with autograd", "below autograd"])
+@pytest.mark.parametrize("extra", COMPUTES.values(), ids=COMPUTES)
+def test_body_in_which_torch_computes_is_run_every_time(bodies, extra, below):
+    """Below autograd, where a call is, composite operations are seen as a whole."""
+    for count in range(1, 6):
+        with torch._C._AutoDispatchBelowAutograd() if below else nullcontext():
+            bodies.run(*pair(), extra=extra)
         assert bodies.count == count
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["with autograd", "below autograd"])
+def test_operations_that_copy_nothing_are_no_computation(bodies, below):
+    def extra(y: Tensor) -> None:
+        y.contiguous().reshape(8, 8).to(y.dtype).flatten()
+        torch.empty(3, device="meta")
+
+    for _ in range(4):
+        with torch._C._AutoDispatchBelowAutograd() if below else nullcontext():
+            bodies.run(*pair(), extra=extra)
+    assert bodies.count == 2
+
+
+def test_what_a_body_allocates_without_launching_on_it_is_not_allocated_again(bodies):
+    for _ in range(2):
+        bodies.run(*pair(), extra=lambda y: torch.empty(100), spaces=2)
+    bodies.run(*pair())
+
+
+def test_body_that_computed_at_first_is_watched_again(bodies):
+    x, y = pair()
+    for extra in (None, torch.clone, torch.clone, None, None):
+        bodies.run(x, y, extra=extra)
+    assert bodies.count == 4
+
+
+def test_first_call_that_fails_is_followed_by_a_first_call(bodies):
+    def fail(y: Tensor) -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        bodies.run(*pair(), extra=fail)
+    bodies.run(*pair(), extra=torch.clone)
+    for _ in range(3):
+        bodies.run(*pair())
+    assert bodies.count == 3
+
+
+def test_watching_leaves_no_mark_on_the_process(bodies):
+    """Two threads watch at once; a flag of the process would keep what the first one found."""
+    marks = []
+
+    def look(y: Tensor) -> None:
+        marks.append(is_in_torch_dispatch_mode())
+
+    for _ in range(2):
+        bodies.run(*pair(), extra=look)
+    assert marks == [False, False]
+
+
+def test_watching_imports_nothing():
+    code = (
+        "import sys, torch; from longdelta.runtime.recording import _Watch\n"
+        "with _Watch() as watch: torch.empty(3).view(3)\n"
+        "assert len(watch.spaces) == 1 and watch.only_launches\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_views_are_no_computation(bodies):

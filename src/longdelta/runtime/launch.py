@@ -265,7 +265,7 @@ class Program:
         tiles = 0
         for x in moving:
             if type(x) is Tile:
-                words += x.words or (encode(x, self._how[tiles]) if self._how else [x])
+                words += (x.words or encode(x, self._how[tiles])) if self._how else [x]
                 tiles += 1
             else:
                 address = x.data_ptr()

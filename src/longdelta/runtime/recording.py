@@ -15,32 +15,54 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from longdelta.runtime.driver import Call, Tile, encode
 from longdelta.runtime.launch import Program, Scope, is_fresh
 
 _KEPT = 64
 """Recordings of a plan, and encoded tiles of an argument: layers of a model have their own."""
+_TRIES = 3
+"""A body is watched again where it computed: tables of a plan may be made in a second call, too."""
 
 
 class _Watch(TorchDispatchMode):
-    """Sees what torch does: allocations, views, and whether there is anything else."""
+    """Sees what torch does: what it allocates, and whether it computes anything."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.spaces: list[Tensor] = []
         self.only_launches = True
 
+    def __enter__(self) -> _Watch:
+        # Not torch's own, which sets flags of the process, whatever other threads do meanwhile.
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _pop_mode()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else dynamo is imported, in the middle of a call
+
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), options: Any = None
     ) -> Any:
         result = function(*arguments, **(options or {}))
         if function is torch.ops.aten.empty.memory_format:
-            self.spaces.append(result)
-        elif not function.is_view and function is not torch.ops.aten.record_stream.default:
-            self.only_launches = False
+            self.spaces += [] if result.is_meta else [result]
+        elif function is not torch.ops.aten.record_stream.default:
+            self.only_launches &= _is_view(function, arguments, result)
         return result
+
+
+def _is_view(function: Any, arguments: Sequence[Any], result: Any) -> bool:
+    """By the memory: what composite operations do shows in their results alone."""
+    if function._schema.is_mutable or not isinstance(result, Tensor):
+        return False
+    held = {x.untyped_storage()._cdata for x in arguments if isinstance(x, Tensor)}
+    return result.untyped_storage()._cdata in held
 
 
 class _Place(NamedTuple):
@@ -152,7 +174,9 @@ def _recording(
             return None
         needed = [new.pop(each.buffer) for each in places if each.buffer in new]
         steps.append(_Step(needed, program, call, places))
-    return Recording(device, len(given), len(made), steps, list(new.values()))
+    results = len(given) + len(made)
+    unused = [each for each in new.values() if each.buffer < results]
+    return Recording(device, len(given), len(made), steps, unused)
 
 
 def _look(x: Tensor | None) -> Hashable:
@@ -164,8 +188,8 @@ class Recordings:
     """The bodies of one plan: Note [Recordings]."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Recording | bool] = {}
-        """A recording; whether one is to be made at the next call; or False: there is none."""
+        self._known: dict[Hashable, Recording | int] = {}
+        """A recording, or how often the body is still watched for one."""
 
     def run(
         self,
@@ -181,21 +205,23 @@ class Recordings:
         which it reads. make: allocates the results, which the body writes, each as a whole.
         """
         if is_fresh():
-            known = None
+            made = make()
+            body(*made)
+            return made
+        key = (options, *map(_look, given))
+        known = self._known.get(key)
+        if isinstance(known, Recording):
+            return known(scope, given)
+        made = make()
+        if known:
+            found = self._watched(scope, given, made, body)
+            self._known[key] = known - 1 if found is None else found
         else:
-            key = (options, *map(_look, given))
-            known = self._known.get(key)
-            if isinstance(known, Recording):
-                return known(scope, given)
+            body(*made)
             if known is None:
                 if len(self._known) >= _KEPT:
                     self._known.clear()
-                self._known[key] = True
-        made = make()
-        if known:
-            self._known[key] = self._watched(scope, given, made, body) or False
-        else:
-            body(*made)
+                self._known[key] = _TRIES
         return made
 
     @staticmethod
