@@ -5,7 +5,7 @@ from longdelta.testing.stages import run_stage
 
 
 def operands(case, cotangent):
-    tensors = (case.q, case.k, case.beta, case.do, *case.given("G", "Z"))
+    tensors = (case.q, case.k, case.beta, case.do, *case.given("G", "Z", "bound"))
     return (*tensors, cotangent, case.scale, case.tables)
 
 

@@ -251,13 +251,15 @@ class Backend(Protocol):
         do: Tensor,
         G: Tensor,
         Z: Tensor,
+        bound: Tensor,
         d_final_state: Tensor | None,
         scale: float,
         tables: Tables,
         *,
         dS_border: Tensor,
     ) -> None:
-        """dS_ext of every segment that entered through a border."""
+        """dS_ext of every segment that entered through a border. What `bound` shows to be forgotten at
+        the segment's start, by e^FORGOTTEN, may be left out."""
 
     def adjoint_scan(
         self,

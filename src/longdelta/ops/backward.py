@@ -84,7 +84,12 @@ def _adjoint_walks(
     common = (x.q, x.k, x.beta, do, held["G"], held["Z"])
     if tables.walk.borders:
         backend.adjoint_summarize(
-            *common, d_final_state, operands.scale, tables, dS_border=held["dS_border"]
+            *common,
+            held["bound"],
+            d_final_state,
+            operands.scale,
+            tables,
+            dS_border=held["dS_border"],
         )
     machine.boundary.leave(backend, held["M"], tables, dS_border=held["dS_border"])
     backend.adjoint_scan(

@@ -31,6 +31,7 @@ def adjoint_summarize(
     do: Tensor,
     G: Tensor,
     Z: Tensor,
+    bound: Tensor,
     d_final_state: Tensor | None,
     scale: float,
     tables: Tables,

@@ -1,8 +1,9 @@
 """The tables of a plan as the kernels read them: int32 on the device, made once per plan.
 
 chunks [chunks, 2]: (row, tokens). Tasks [., 8], longest first, so that the last programs to start
-are the short ones: scan's (first chunk, chunks, start, end, enter, ..), summarize's (first chunk,
-chunks, start, whether it is M, row of the result, ..). -1 stands for none.
+are the short ones: scan's (first chunk, chunks, start, end, enter, leave, ..), summarize's (first
+chunk, chunks, start, whether it is M, row of the result, ..), adjoint_summarize's (first chunk,
+chunks, end, 0, row of the result, ..). -1 stands for none.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class DeviceTables(Plan):
 
     def _tasks(self, segments: Sequence[Segment]) -> Tasks:
         segments = sorted(segments, key=lambda s: -s.chunks)
-        rows = [(s.first_chunk, s.chunks, s.start, s.end, s.enter, 0, 0, 0) for s in segments]
+        rows = [(s.first_chunk, s.chunks, s.start, s.end, s.enter, s.leave, 0, 0) for s in segments]
         return Tasks(self._upload(rows, 8), len(rows), rows[0][1] if rows else 0)
 
     @cached_property
@@ -66,6 +67,14 @@ class DeviceTables(Plan):
             if s.map >= 0:
                 walks.append((s.first_chunk, s.chunks, -1, 1, s.map, 0, 0, 0))
         return Tasks(self._upload(walks, 8), len(walks), walks[0][1] if walks else 0)
+
+    @cached_property
+    def adjoint_summarize(self) -> Tasks:
+        """Walks of segments that entered through a border, from their end or from zero."""
+        entered = [s for s in self.walk.segments if s.enter >= 0]
+        entered.sort(key=lambda s: -s.chunks)
+        rows = [(s.first_chunk, s.chunks, s.end, 0, s.enter, 0, 0, 0) for s in entered]
+        return Tasks(self._upload(rows, 8), len(rows), rows[0][1] if rows else 0)
 
     def fold(self, chains: Chains) -> Tensor:
         """Where each chain's steps start and the last end, then (map, enter, leave) of each."""

@@ -36,7 +36,7 @@ TYPES = {
     **dict.fromkeys(("HV", "H", "GROUP", "parts", "n_tasks", "chains"), "i32"),
     **dict.fromkeys(("k_t", "k_h"), "i32:16"),
     **dict.fromkeys(("qd", "kd"), _tile("bf16", [1, 64, 1, 128], RAGGED)),
-    **dict.fromkeys(("vd", "od"), _tile("bf16", [1, 64, 1, 64], RAGGED)),
+    **dict.fromkeys(("vd", "od", "dod"), _tile("bf16", [1, 64, 1, 64], RAGGED)),
     "md": _tile("fp32", [128, 128], FLAT_FP32),
     "zd": _tile("fp16", [64, 64], FLAT),
     "sd": _tile("bf16", [128, 64], FLAT),
