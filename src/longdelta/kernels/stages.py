@@ -258,8 +258,8 @@ class Backend(Protocol):
         *,
         dS_border: Tensor,
     ) -> None:
-        """dS_ext of every segment that entered through a border. What `bound` shows to be forgotten at
-        the segment's start, by e^FORGOTTEN, may be left out."""
+        """dS_ext of every segment that entered through a border. What `bound` shows to be forgotten
+        at the segment's start, by e^FORGOTTEN, may be left out."""
 
     def adjoint_scan(
         self,

@@ -1,4 +1,9 @@
-"""The stages that have no kernel yet: the eager ones, on this backend's tensors made float32."""
+"""The backward's stages: the eager ones, on this backend's tensors made float32.
+
+adjoint_summarize.py, adjoint_scan.py and gradients.py hold kernels for them, which are compiled by
+the compile gate, and whose rounding was modelled on a CPU, but which have not run on a GPU yet.
+Until they have, and are right there, nothing but the gate imports them.
+"""
 
 from __future__ import annotations
 

@@ -24,6 +24,8 @@ from triton.errors import TritonError
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from longdelta.kernels.gluon.activate import VARIANTS as ACTIVATE
+from longdelta.kernels.gluon.adjoint_scan import VARIANTS as ADJOINT_SCAN
+from longdelta.kernels.gluon.adjoint_summarize import VARIANTS as ADJOINT_SUMMARIZE
 from longdelta.kernels.gluon.fold import VARIANTS as FOLD
 from longdelta.kernels.gluon.prepare import VARIANTS as PREPARE
 from longdelta.kernels.gluon.scan import VARIANTS as SCAN
@@ -36,7 +38,10 @@ SHARED_BYTES = 227 * 1024
 """What a program can have."""
 SPILLED_BYTES = 16
 """What a thread may: outside the loops so few cost nothing that can be measured."""
-VARIANTS: tuple[Variant, ...] = (*ACTIVATE, *PREPARE, *SUMMARIZE, *FOLD, *SCAN)
+FORWARD: tuple[Variant, ...] = (*ACTIVATE, *PREPARE, *SUMMARIZE, *FOLD, *SCAN)
+BACKWARD: tuple[Variant, ...] = (*ADJOINT_SUMMARIZE, *ADJOINT_SCAN)
+"""Compiled, and not run on a GPU yet: the backend takes the eager stages (adjoint.py)."""
+VARIANTS = (*FORWARD, *BACKWARD)
 
 
 @dataclass(frozen=True)

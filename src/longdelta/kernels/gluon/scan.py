@@ -11,8 +11,8 @@ Per chunk and group: K S and Q S, then (Gam Z b) W, then K^T r b Uh, and under t
 conversion P Uh. O is stored a chunk later, under K S, since the next chunk waits for nothing of it.
 A state group has 200 registers and needs them all in the loop over chunks, so nothing is kept
 through it that can be had again: addresses of states (states.py, Note [Addresses]), offsets for
-stages (`_next`), those of a path without any walk (a program has one at least). For that the third
-group makes do with 88 and works on a quarter of the columns at a time.
+stages (`next_stage`), those of a path without any walk (a program has one at least). For that the
+third group makes do with 88 and works on a quarter of the columns at a time.
 
 Barriers, by stage: full (tiles and vectors are there), ready (Gam Z b and P are made), empty (both
 state groups are done). Shared memory: a ring of three stages of 64 KB (Q, K, V, Z, P), two where
@@ -41,6 +41,7 @@ from longdelta.kernels.gluon.tiles import (
     flat,
     from_bf16,
     in_place,
+    next_stage,
     quarters,
     ragged,
     to_bf16,
@@ -49,17 +50,6 @@ from longdelta.kernels.gluon.tiles import (
 from longdelta.kernels.gluon.variants import Variant
 from longdelta.kernels.stages import Tables
 from longdelta.runtime.launch import Program, programs, resolved
-
-
-@gluon.jit
-def _next(s, phase, STAGES: gl.constexpr):
-    """The stage after this one, and the parity of its barriers: carried, since a remainder is an
-    offset per thread and tile that the compiler would carry."""
-    s += 1
-    if s == STAGES:
-        s = 0
-        phase ^= 1
-    return s, phase
 
 
 @gluon.jit
@@ -111,7 +101,7 @@ def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr):
             rs.index(s).store(b * gl.exp2(last - g2))
             barrier()
             mbarrier.arrive(bar, count=1)
-            s, phase = _next(s, phase, STAGES)
+            s, phase = next_stage(s, phase, STAGES)
         t += gl.num_programs(0)
         more = t < n_tasks
 
@@ -164,7 +154,7 @@ def _within(given, OUT: gl.constexpr, STAGES: gl.constexpr):
             fence_async_shared()
             barrier()
             mbarrier.arrive(ready.index(s), count=1)
-            s, phase = _next(s, phase, STAGES)
+            s, phase = next_stage(s, phase, STAGES)
         t += gl.num_programs(0)
         more = t < n_tasks
 
@@ -288,7 +278,7 @@ def _walk(
                 Sb = to_bf16(S)
             barrier()
             mbarrier.arrive(empty.index(s), count=1)
-            s, phase = _next(s, phase, STAGES)
+            s, phase = next_stage(s, phase, STAGES)
         if FINAL:
             if end >= 0:
                 gl.store(state_pointers(final, end * HV + h, COLUMN, V_FIRST, LS), S)

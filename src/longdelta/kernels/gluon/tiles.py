@@ -66,6 +66,17 @@ def to_fp16(x):
 
 
 @gluon.jit
+def next_stage(s, phase, STAGES: gl.constexpr):
+    """The stage after this one, and the parity of its barriers: carried, since a remainder is an
+    offset per thread and tile that the compiler would carry."""
+    s += 1
+    if s == STAGES:
+        s = 0
+        phase ^= 1
+    return s, phase
+
+
+@gluon.jit
 def _halves(x, L: gl.constexpr):
     """The left and the right columns of a warp group's values, in the registers they are in."""
     a, b = x.reshape([64, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
