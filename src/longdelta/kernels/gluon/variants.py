@@ -21,6 +21,8 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     types: Mapping[str, str] = field(default_factory=dict)
     """Of arguments that are not what `TYPES` says."""
+    spills: int = 16
+    """Bytes that a thread may spill: outside of loops so few cost nothing that can be measured."""
 
 
 def _tile(dtype: str, shape: list[int], layout: Any) -> str:
