@@ -187,7 +187,7 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise InvalidInput(
                 "forward-mode differentiation (jvp, jacfwd, dual tensors) is not implemented; use "
-                "reverse mode (backward, grad, vjp)"
+                "reverse mode (backward, torch.autograd.grad)"
             )
 
 
