@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import subprocess
@@ -73,3 +74,17 @@ def test_each_arm_runs_the_rows_its_kernels_depend_on(
         ("fla", "long"),
         ("fla", "other"),
     ]
+
+
+@pytest.mark.parametrize("op", ["fwd", "fwdbwd"])
+def test_workers_run_the_operation_that_was_asked_for(
+    warm: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, op: str
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(warm.subprocess, "Popen", lambda command, **_: commands.append(command))
+    (tmp_path / "logs").mkdir()
+    arm = next(iter(all_arms().values()))
+    options = argparse.Namespace(cache=tmp_path, ranks=1, suite="single", op=op)
+    warm.start(warm.Job(arm, ROWS[0]), options, 29600)
+    (command,) = commands
+    assert command[command.index("--op") + 1] == op

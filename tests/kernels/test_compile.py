@@ -5,6 +5,7 @@ What came of each is printed at the end of the run (tests/conftest.py).
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 pytest.importorskip("triton", reason="no Triton here")
 
+from longdelta.kernels import gluon
 from longdelta.kernels.gluon import compile
 from longdelta.kernels.gluon.compile import VARIANTS, Report, Variant
 from longdelta.runtime import toolchain
@@ -85,6 +87,11 @@ def newest_version() -> str:
 @needs_newest
 def test_the_newest_triton_is_the_last_that_the_backend_takes():
     assert newest_version().startswith(toolchain.TRITON_CHECKED[-1] + ".")
+
+
+def test_the_gate_leaves_the_backends_stages_what_they_are():
+    """A module of a stage's name, imported late, would take the place of the stage."""
+    assert all(inspect.isfunction(getattr(gluon, name)) for name in gluon.__all__)
 
 
 def test_variants_have_names_of_their_own():

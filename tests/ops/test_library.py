@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longdelta import chunk_gated_delta_rule
 from longdelta.arguments import inputs_of
-from longdelta.ops import library
+from longdelta.ops import dispatch, library
 from longdelta.plan.tensors import saved_bytes
 from longdelta.testing.workloads import (
     LEAVES,
@@ -297,7 +297,7 @@ def test_lazy_tensors_are_made_real_by_the_dispatcher(name, monkeypatch):
         return implementation(*arguments)
 
     monkeypatch.setattr(library, "_forward_impl", seen)
-    assert not library._plain(inputs[: library._TENSORS])
+    assert not dispatch.plain(inputs[: library._TENSORS])
     o, *_ = library.call(inputs)
     assert torch.equal(o, library.call(plain_inputs(g=lazily(name).clone()))[0])
     assert len(reached) == 1  # the dispatcher has the implementation that was registered
@@ -330,7 +330,7 @@ def test_calls_pass_through_the_dispatcher_where_somebody_does(context):
     inputs = plain_inputs()
     direct = library.call(inputs)[0]
     with context():
-        assert library._looked_on()
+        assert dispatch.looked_on()
         o = library.call(inputs)[0]
     assert torch.equal(o, direct)
 
@@ -339,7 +339,7 @@ def test_transforms_are_seen_from_inside():
     inside = []
 
     def f(x):
-        inside.append(library._looked_on())
+        inside.append(dispatch.looked_on())
         return x.sum()
 
     torch.func.vmap(f)(torch.zeros(2, 3))

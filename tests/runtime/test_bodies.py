@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -21,8 +23,15 @@ from triton.runtime.jit import KernelInterface
 from longdelta import gdn_forward
 from longdelta.arguments import inputs_of
 from longdelta.kernels.gluon import tiles
+from longdelta.kernels.gluon.adjoint_scan import adjoint_scan
+from longdelta.kernels.gluon.adjoint_summarize import adjoint_summarize
+from longdelta.kernels.gluon.gradients import gradients
+from longdelta.kernels.gluon.tables import DeviceTables
 from longdelta.kernels.gluon.tiles import in_place
+from longdelta.kernels.stages import Tables
 from longdelta.ops import library, plans, saved, select
+from longdelta.plan.chunks import Walk, walk
+from longdelta.plan.tensors import Counts, shape
 from longdelta.runtime import launch, recording
 
 CPU = torch.device("cpu")
@@ -264,3 +273,60 @@ def test_what_the_copy_engine_cannot_read_is_copied_to_where_it_can(x):
     assert torch.equal(found, x.to(torch.bfloat16))
     assert found.is_contiguous()
     assert found.data_ptr() % 16 == 0
+
+
+def adjoint_arguments(name: str, plan: Walk, H: int, HV: int, rows: int) -> dict[str, Any]:
+    """Tensors of a stage of the backward by their names in the ABI; what they hold is not read."""
+
+    def like(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape(name, Counts.of(plan), HV, 128, 128), dtype=dtype)
+
+    wide = dict.fromkeys(("G", "bound", "dS_border"), torch.float32)
+    made = {n: like(n, wide.get(n, torch.bfloat16)) for n in ("S", "Uh", "dS", "dR", *wide)}
+    made["Z"] = like("Z", torch.float16)
+    made |= {n: torch.zeros(rows, H, 128, dtype=torch.bfloat16) for n in ("q", "k", "dq", "dk")}
+    made |= {n: torch.zeros(rows, HV, 128, dtype=torch.bfloat16) for n in ("do", "dv")}
+    made |= {n: torch.zeros(rows, HV) for n in ("g", "beta", "dg", "dbeta")}
+    states = ("d_final_state", "d_initial_state")
+    made |= {n: torch.zeros(plan.documents, HV, 128, 128) for n in states}
+    made |= {"tables": Tables(plan, CPU), "scale": 0.1}
+    return {each: made[each] for each in inspect.signature(BACKWARD[name]).parameters}
+
+
+BACKWARD = {each.__name__: each for each in (adjoint_summarize, adjoint_scan, gradients)}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_kernel_of_the_backward_is_launched_once_with_every_argument_it_names(kernels, name):
+    plan = walk((0, 1600, 1700), 4)
+    arguments = adjoint_arguments(name, plan, 2, 4, 1700)
+    for _ in range(2):
+        with launch.Scope("backward", CPU):
+            BACKWARD[name](**arguments)
+    assert kernels.compiled == [f"{name}_kernel"]
+    first, again = kernels.launched
+    assert again == first
+    _, grid, passed = first
+    entering = sum(segment.enter >= 0 for segment in plan.segments)
+    tasks = {
+        "adjoint_summarize": 4 * entering,
+        "adjoint_scan": 4 * len(plan.segments),
+        "gradients": 2 * plan.chunks,
+    }
+    assert grid == tasks[name]
+    module = sys.modules[BACKWARD[name].__module__]
+    assert len(passed) == len(getattr(module, f"{name}_kernel").arg_names)
+
+
+def test_walks_of_the_backward_know_where_they_start_and_end():
+    plan = walk((0, 1600, 1700), 4)
+    tables = DeviceTables(Tables(plan, CPU))
+    rows = {row[0]: row for row in tables.scan.rows.tolist()}
+    entered = {row[0]: row for row in tables.adjoint_summarize.rows.tolist()}
+    for s in plan.segments:
+        wanted = [s.first_chunk, s.chunks, s.start, s.end, s.enter, s.leave, 0, 0]
+        assert rows[s.first_chunk] == wanted
+        if s.enter >= 0:
+            wanted = [s.first_chunk, s.chunks, s.end, 0, s.enter, 0, 0, 0]
+            assert entered.pop(s.first_chunk) == wanted
+    assert not entered

@@ -143,7 +143,6 @@ class Contest:
         self.entries = [Entry(arm) for arm in arms]
         self.base_bits = ""
         self._gradients = gradients
-        self._results = accuracy.RESULTS if gradients else accuracy.RESULTS[:1]
         self._ours: tuple[Tensor, ...] = ()
         self._cut = accuracy.cut_of(problem.row)
 
@@ -151,6 +150,11 @@ class Contest:
     def place(self) -> Place:
         """Where this process runs."""
         return self.problem.place
+
+    @property
+    def _results(self) -> tuple[str, ...]:
+        """What is checked."""
+        return accuracy.RESULTS if self._gradients else accuracy.RESULTS[:1]
 
     def check(self) -> None:
         """Builds every arm, runs it for the first time, and compares its results."""

@@ -18,11 +18,9 @@ walks take the arguments apart and put them together again, 25 us of 150.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +32,7 @@ from longdelta.kernels.stages import Activation
 from longdelta.ops import backward as _backward
 from longdelta.ops import forward as _forward
 from longdelta.ops.boundary import Context, Segments
+from longdelta.ops.dispatch import looked_on, plain
 from longdelta.ops.forward import Machine, Operands
 from longdelta.ops.handles import held_by
 from longdelta.ops.plans import tables_of
@@ -50,7 +49,8 @@ _INPUTS = (
     "bool deterministic, bool output_final_state, SymInt final_rows, str save, str backend"
 )
 _TENSORS = 12
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_NAMED = torch._C._profiler._RecordFunctionFast
+"""A name for observers that do not show as profilers."""
 _AS_IT_IS = nullcontext()
 _known_bytes = lru_cache(maxsize=256)(saved_bytes)
 _library = torch.library.Library("longdelta", "DEF")
@@ -301,76 +301,12 @@ class GatedDeltaRule(torch.autograd.Function):
 
 def call(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """`longdelta::forward`: Note [Dispatcher]."""
-    if _looked_on() or not _plain(inputs[:_TENSORS]):
+    if looked_on() or not plain(inputs[:_TENSORS]):
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.longdelta.forward(*inputs)
         return found
     with _NAMED("longdelta::forward"), torch._C._AutoDispatchBelowAutograd():
         output = _forward_impl(*inputs)
     return _differentiable(output, inputs)
-
-
-def _looked_on() -> bool:
-    """Whether a compiler, profiler, mode, transform or tracer is about on this thread, or another
-    operator that has gone below autograd: all but the first three show in what torch's dispatch
-    includes and excludes here. Autocast and inference mode do not count."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_function_stack()
-        or torch._C._autograd._profiler_enabled()
-    ):
-        return True
-    autocast, quiet = _quiet()
-    included, excluded = _dispatch()
-    return (included, excluded & ~autocast) not in quiet
-
-
-def _plain(tensors: Sequence[Any]) -> bool:
-    """Whether all are tensors of no subclass, nor lazily negated, zero, wrapped or traced."""
-    held = [x for x in tensors if x is not None]
-    if not _PLAIN.issuperset(map(type, held)):
-        return False
-    return {torch._C._dispatch_keys(x).raw_repr() for x in held} <= _plain_keys(held[0].device.type)
-
-
-@lru_cache(maxsize=8)
-def _plain_keys(device: str) -> frozenset[int]:
-    """Dispatch keys of plain tensors on a device and on the CPU, as numbers; none for a device that
-    holds no data."""
-    if device not in ("cuda", "cpu"):
-        return frozenset()
-    keys = set()
-    for inference, place in product((False, True), (device, "cpu")):
-        with torch.inference_mode(inference):
-            keys.add(torch._C._dispatch_keys(torch.empty(0, device=place)).raw_repr())
-    return frozenset(keys)
-
-
-def _dispatch() -> tuple[int, int]:
-    """The keys that torch's dispatch includes and excludes on this thread, as numbers."""
-    included = torch._C._dispatch_tls_local_include_set().raw_repr()
-    return included, torch._C._dispatch_tls_local_exclude_set().raw_repr()
-
-
-@lru_cache(maxsize=1)
-def _quiet() -> tuple[int, frozenset[tuple[int, int]]]:
-    """Keys that autocast takes out of the excluded ones; what `_dispatch` gives outside of
-    everything and in inference mode, without those. Of a new thread: this one may be anywhere."""
-    found = []
-
-    def look() -> None:
-        found.append(_dispatch())
-        with torch.inference_mode():
-            found.append(_dispatch())
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    autocast = found[0][1]
-    return autocast, frozenset((included, excluded & ~autocast) for included, excluded in found)
-
-
-_NAMED = torch._C._profiler._RecordFunctionFast
-"""A name for observers that do not show as profilers."""
 
 
 def _differentiable(

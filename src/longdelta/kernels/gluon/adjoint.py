@@ -2,7 +2,7 @@
 
 adjoint_summarize.py, adjoint_scan.py and gradients.py hold kernels for them, which are compiled by
 the compile gate, and whose rounding was modelled on a CPU, but which have not run on a GPU yet.
-Until they have, and are right there, nothing but the gate imports them.
+Until they have, and are right there, nothing calls them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+# Before this package binds the stages' names: a later import would put modules in their places.
+import longdelta.kernels.gluon.adjoint_scan
+import longdelta.kernels.gluon.adjoint_summarize
+import longdelta.kernels.gluon.gradients  # noqa: F401
 from longdelta.kernels import eager
 
 

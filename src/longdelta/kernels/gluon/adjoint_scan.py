@@ -40,15 +40,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longdelta.kernels.gluon.dialect import async_load, async_store, barrier, reinterpret
+from longdelta.kernels.gluon.dialect import async_load, barrier, reinterpret
 from longdelta.kernels.gluon.states import laid_out, state_pointers
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import (
     LOG2E,
+    decays,
     flat,
     from_bf16,
     in_place,
     next_stage,
+    put,
     quarters,
     ragged,
     to_bf16,
@@ -146,10 +148,7 @@ def _within(given, STAGES: gl.constexpr):
             pb = ()
             for x in gl.static_range(4):
                 gj = gs.index(s).slice(16 * x, 16).load(gl.SliceLayout(0, Q))[None, :]
-                # i >= j: the thread's share on one side, constants on the other (Addresses).
-                own = (i & 55)[:, None] - (j & 6)[None, :]
-                below = own >= (j & 9)[None, :] + 16 * x - (i & 8)[:, None]
-                gam = gl.exp2(gl.where(below, gi - gj, float("-inf")))
+                gam = decays(gi, gj, i, j, x)
                 zb = zb + (to_bf16(z[x].to(gl.float32) * (gam * bi)),)
                 if x == 0:
                     p = quarters(warpgroup_mma_wait(0, [a]), H, Q)
@@ -163,17 +162,6 @@ def _within(given, STAGES: gl.constexpr):
             s, phase = next_stage(s, phase, STAGES)
         t += gl.num_programs(0)
         more = t < n_tasks
-
-
-@gluon.jit
-def _put(desc, at, out, x):
-    """A tape's tile out, once this buffer's last store has read it: the one before the latest."""
-    tma.store_wait(1)
-    barrier()
-    out.permute((1, 0)).store(x)
-    fence_async_shared()
-    barrier()
-    async_store(desc, at, out)
 
 
 @gluon.jit
@@ -229,7 +217,7 @@ def _walk(
             p = gl.zeros([64, 64], gl.float32, LU)
             o = ds.index(s).permute((1, 0))
             p = warpgroup_mma(o, ps.index(s), p, use_acc=False, is_async=True)
-            _put(sd, [(c * HV + h) * 128, COLUMN], snap, Sb)
+            put(sd, [(c * HV + h) * 128, COLUMN], snap, Sb, 1)
             r = rs.index(s).load(CU)
             done = warpgroup_mma_wait(0, [u, p, a])
             w = done[1] + done[0] * r[None, :]
@@ -245,7 +233,7 @@ def _walk(
             w = warpgroup_mma_wait(1, [w, y])[0]
             x = gl.convert_layout(to_bf16(w * e[None, :]), AS)
             S = warpgroup_mma(x, k, S, is_async=True)
-            _put(ud, [(c * HV + h) * 64, COLUMN], tape, to_bf16(w))
+            put(ud, [(c * HV + h) * 64, COLUMN], tape, to_bf16(w), 1)
             S = warpgroup_mma_wait(0, [S, d, x])[0]
             Sb = to_bf16(S)
             barrier()

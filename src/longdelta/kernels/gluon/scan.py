@@ -33,15 +33,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longdelta.kernels.gluon.dialect import async_load, async_store, barrier, reinterpret
+from longdelta.kernels.gluon.dialect import async_load, barrier, reinterpret
 from longdelta.kernels.gluon.states import laid_out, state_pointers
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import (
     LOG2E,
+    decays,
     flat,
     from_bf16,
     in_place,
     next_stage,
+    put,
     quarters,
     ragged,
     to_bf16,
@@ -137,10 +139,7 @@ def _within(given, OUT: gl.constexpr, STAGES: gl.constexpr):
             pb = ()
             for x in gl.static_range(4):
                 gj = gs.index(s).slice(16 * x, 16).load(gl.SliceLayout(0, Q))[None, :]
-                # i >= j: the thread's share on one side, constants on the other (Addresses).
-                own = (i & 55)[:, None] - (j & 6)[None, :]
-                below = own >= (j & 9)[None, :] + 16 * x - (i & 8)[:, None]
-                gam = gl.exp2(gl.where(below, gi - gj, float("-inf")))
+                gam = decays(gi, gj, i, j, x)
                 gam = gam * bs.index(s).slice(16 * x, 16).load(gl.SliceLayout(0, Q))[None, :]
                 zb = zb + (to_bf16(z[x].to(gl.float32) * gam),)
                 if OUT:
@@ -161,15 +160,9 @@ def _within(given, OUT: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _put(od, at, out, o, PENDING: gl.constexpr):
-    """Rows of O out, once this buffer's last store has read it."""
+    """Rows of O out."""
     row, size, h, column = at
-    tma.store_wait(PENDING)
-    barrier()
-    out.permute((1, 0)).store(o)
-    fence_async_shared()
-    barrier()
-    tile = reinterpret(out, gl.bfloat16, [1, 64, 1, 64], od.layout)
-    async_store(od, [row + size, 64 - size, h, column], tile)
+    put(od, [row + size, 64 - size, h, column], out, o, PENDING)
 
 
 @gluon.jit
@@ -231,12 +224,7 @@ def _walk(
                 o = gl.zeros([64, 64], gl.float32, LU)
                 o = warpgroup_mma(a, qs.index(s).permute((1, 0)), o, use_acc=False, is_async=True)
             if TAPES:
-                tma.store_wait(PENDING)
-                barrier()
-                snap.permute((1, 0)).store(Sb)
-                fence_async_shared()
-                barrier()
-                async_store(sd, [(c * HV + h) * 128, COLUMN], snap)
+                put(sd, [(c * HV + h) * 128, COLUMN], snap, Sb, PENDING)
             v = vs.index(s).permute((1, 0)).load(LU)
             mbarrier.wait(ready.index(s), phase)
             if OUT:
@@ -262,12 +250,7 @@ def _walk(
                 y = gl.convert_layout(Uh, AU)
                 o2 = warpgroup_mma(y, ps.index(s).permute((1, 0)), o2, is_async=True)
             if TAPES:
-                tma.store_wait(PENDING)
-                barrier()
-                tape.permute((1, 0)).store(Uh)
-                fence_async_shared()
-                barrier()
-                async_store(ud, [(c * HV + h) * 64, COLUMN], tape)
+                put(ud, [(c * HV + h) * 64, COLUMN], tape, Uh, PENDING)
             if OUT:
                 at = (gl.load(chunks + 2 * c), gl.load(chunks + 2 * c + 1), h, COLUMN)
                 S = warpgroup_mma_wait(1, [S, x])[0]

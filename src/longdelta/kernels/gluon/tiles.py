@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from longdelta.kernels.gluon.dialect import async_store, barrier, reinterpret
 from longdelta.runtime.driver import Tile
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -63,6 +65,29 @@ def to_fp16(x):
         is_pure=True,
         pack=2,
     )
+
+
+@gluon.jit
+def decays(gi, gj, i, j, x):
+    """2^(gi - gj) where i >= 16 x + j, else 0: a quarter of the columns.
+
+    The thread's share stands on one side, constants on the other: states.py, Note [Addresses].
+    """
+    own = (i & 55)[:, None] - (j & 6)[None, :]
+    below = own >= (j & 9)[None, :] + 16 * x - (i & 8)[:, None]
+    return gl.exp2(gl.where(below, gi - gj, float("-inf")))
+
+
+@gluon.jit
+def put(desc, at, out, x, PENDING: gl.constexpr):
+    """x, transposed, out to where a descriptor has `at`, through `out` in shared memory: once all
+    but the PENDING latest stores have read theirs."""
+    tma.store_wait(PENDING)
+    barrier()
+    out.permute((1, 0)).store(x)
+    fence_async_shared()
+    barrier()
+    async_store(desc, at, reinterpret(out, gl.bfloat16, desc.block_type.shape, desc.layout))
 
 
 @gluon.jit

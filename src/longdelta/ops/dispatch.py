@@ -1,0 +1,74 @@
+"""Who looks on at a call of the op: whether torch's dispatcher has anybody to pass it to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TYPES = frozenset({Tensor, torch.nn.Parameter})
+
+
+def looked_on() -> bool:
+    """Whether a compiler, profiler, mode, transform or tracer is about on this thread, or another
+    operator that has gone below autograd: all but the first three show in what torch's dispatch
+    includes and excludes here. Autocast and inference mode do not count."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_function_stack()
+        or torch._C._autograd._profiler_enabled()
+    ):
+        return True
+    autocast, quiet = _quiet()
+    included, excluded = _dispatch()
+    return (included, excluded & ~autocast) not in quiet
+
+
+def plain(tensors: Sequence[Any]) -> bool:
+    """Whether all are tensors of no subclass, nor lazily negated, zero, wrapped or traced."""
+    held = [x for x in tensors if x is not None]
+    if not _TYPES.issuperset(map(type, held)):
+        return False
+    return {torch._C._dispatch_keys(x).raw_repr() for x in held} <= _plain_keys(held[0].device.type)
+
+
+@lru_cache(maxsize=8)
+def _plain_keys(device: str) -> frozenset[int]:
+    """Dispatch keys of plain tensors on a device and on the CPU, as numbers; none for a device that
+    holds no data."""
+    if device not in ("cuda", "cpu"):
+        return frozenset()
+    keys = set()
+    for inference, place in product((False, True), (device, "cpu")):
+        with torch.inference_mode(inference):
+            keys.add(torch._C._dispatch_keys(torch.empty(0, device=place)).raw_repr())
+    return frozenset(keys)
+
+
+def _dispatch() -> tuple[int, int]:
+    """The keys that torch's dispatch includes and excludes on this thread, as numbers."""
+    included = torch._C._dispatch_tls_local_include_set().raw_repr()
+    return included, torch._C._dispatch_tls_local_exclude_set().raw_repr()
+
+
+@lru_cache(maxsize=1)
+def _quiet() -> tuple[int, frozenset[tuple[int, int]]]:
+    """Keys that autocast takes out of the excluded ones; what `_dispatch` gives outside of
+    everything and in inference mode, without those. Of a new thread: this one may be anywhere."""
+    found = []
+
+    def look() -> None:
+        found.append(_dispatch())
+        with torch.inference_mode():
+            found.append(_dispatch())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    autocast = found[0][1]
+    return autocast, frozenset((included, excluded & ~autocast) for included, excluded in found)
