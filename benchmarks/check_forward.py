@@ -22,7 +22,8 @@ from longdelta.plan.tensors import Counts, shape
 from longdelta.testing.budgets import relative_l2
 
 DEVICE = torch.device("cuda")
-DTYPES = dict.fromkeys(("G", "bound", "S_border", "M"), torch.float32) | {"Z": torch.float16}
+WIDE = ("G", "bound", "S_border", "M", "M_bound")
+DTYPES = dict.fromkeys(WIDE, torch.float32) | {"Z": torch.float16}
 
 
 def gates(kind: str, T: int, HV: int) -> Tensor:
@@ -117,13 +118,13 @@ class Forward:
                 self.tables,
                 S_border=h["S_border"],
                 M=h["M"],
+                M_bound=h["M_bound"],
             )
 
     def fold(self) -> None:
         if self.tables.walk.borders:
-            Segments().enter(
-                self.backend, self.held["M"], self.tables, S_border=self.held["S_border"]
-            )
+            maps = self.held["M"], self.held["M_bound"]
+            Segments().enter(self.backend, *maps, self.tables, S_border=self.held["S_border"])
 
     def scan(self, o: bool = True) -> None:
         x, h = self.x, self.held
@@ -149,6 +150,83 @@ class Forward:
         self.summarize()
         self.fold()
         self.scan()
+
+
+class Backward(Forward):
+    """One forward with its tapes, then the backward's stages, each by itself."""
+
+    def __init__(self, backend: Any, x: dict[str, Any], deterministic: bool = True) -> None:
+        super().__init__(backend, x, wide=False, deterministic=deterministic, tapes=True)
+        HV = x["v"].shape[1]
+        self.do = torch.randn_like(x["v"])
+        for name, like in (("dS_border", "S_border"), ("dS", "S"), ("dR", "Uh")):
+            held = self.held | {"S": self.S, "Uh": self.Uh}
+            self.held[name] = torch.full_like(held[like], float("nan"))
+        nan = {n: torch.full_like(x[n], float("nan")) for n in ("q", "k", "v", "g", "beta")}
+        self.found = {"d" + n: t for n, t in nan.items()}
+        self.d_initial = torch.full_like(x["initial"], float("nan"))
+        self.common = (self.x["q"], self.x["k"], self.x["beta"], self.do)
+        self.HV = HV
+
+    def tapes(self) -> None:
+        self.scan(o=False)
+
+    def adjoint_summarize(self) -> None:
+        if self.tables.walk.borders:
+            h = self.held
+            self.backend.adjoint_summarize(
+                *self.common,
+                h["G"],
+                h["Z"],
+                h["bound"],
+                None,
+                128**-0.5,
+                self.tables,
+                dS_border=h["dS_border"],
+            )
+
+    def adjoint_fold(self) -> None:
+        maps = self.held["M"], self.held["M_bound"]
+        Segments().leave(self.backend, *maps, self.tables, dS_border=self.held["dS_border"])
+
+    def adjoint_scan(self) -> None:
+        h = self.held
+        self.backend.adjoint_scan(
+            *self.common,
+            h["G"],
+            h["Z"],
+            h["dS_border"],
+            None,
+            128**-0.5,
+            self.tables,
+            dS=h["dS"],
+            dR=h["dR"],
+            d_initial_state=self.d_initial,
+        )
+
+    def gradients(self) -> None:
+        x, h = self.x, self.held
+        self.backend.gradients(
+            x["q"],
+            x["k"],
+            x["g"],
+            x["beta"],
+            self.do,
+            h["G"],
+            self.S,
+            self.Uh,
+            h["dS"],
+            h["dR"],
+            128**-0.5,
+            self.tables,
+            **self.found,
+        )
+
+    STAGES = ("prepare", "tapes", "adjoint_summarize", "adjoint_fold", "adjoint_scan", "gradients")
+
+    def __call__(self) -> None:
+        for stage in self.STAGES:
+            getattr(self, stage)()
 
 
 CASES = [
@@ -194,12 +272,13 @@ def check() -> None:
         if ref.tables.walk.maps:
             walk, S = ref.tables.walk, torch.randn_like(ours.held["S_border"])
             theirs, mine = S.double(), S.clone()
-            eager.adjoint_fold(ours.held["M"].double(), ref.tables, walk.chains, dS=theirs)
-            gluon.adjoint_fold(ours.held["M"], ours.tables, walk.chains, dS=mine)
+            M, M_bound = ours.held["M"], ours.held["M_bound"]
+            eager.adjoint_fold(M.double(), M_bound, ref.tables, walk.chains, dS=theirs)
+            gluon.adjoint_fold(M, M_bound, ours.tables, walk.chains, dS=mine)
             errors["adjoint_fold"] = relative_l2(mine, theirs)
             theirs, mine = S.double(), S.clone()
-            eager.fold(ours.held["M"].double(), ref.tables, walk.chains, S=theirs)
-            gluon.fold(ours.held["M"], ours.tables, walk.chains, S=mine)
+            eager.fold(M.double(), M_bound, ref.tables, walk.chains, S=theirs)
+            gluon.fold(M, M_bound, ours.tables, walk.chains, S=mine)
             errors["fold"] = relative_l2(mine, theirs)
         print(
             f"{name:32}",
@@ -340,6 +419,29 @@ def timing() -> None:
             )
 
 
+def backward() -> None:
+    """A backward that has S_border and M, stage by stage."""
+    for name, lengths, H, HV in ROWS:
+        x = problem(lengths, H, HV, "model")
+        f = Backward(gluon, x)
+        for stage in (Forward.__call__, Backward.__call__):
+            stage(f)
+        parts = {
+            p: median_ms(graphed(getattr(f, p)))
+            for p in f.STAGES
+            if f.tables.walk.borders or ("summ" not in p and "fold" not in p)
+        }
+        whole = median_ms(graphed(f))
+        share = 132e3 / (f.tables.walk.chunks * HV)
+        finite = all(bool(t.isfinite().all()) for t in f.found.values())
+        print(
+            f"{name:24} backward {whole:.3f} ms |",
+            " ".join(f"{p} {t:.3f} ({t * share:.2f})" for p, t in parts.items()),
+            "| all finite" if finite else "| NOT FINITE",
+            flush=True,
+        )
+
+
 def peers(rows: str = "0123") -> None:
     """The same inputs through FlashQLA, if it is installed."""
     from flash_qla import chunk_gated_delta_rule
@@ -456,6 +558,7 @@ if __name__ == "__main__":
         "once": once,
         "registers": registers,
         "rules": rules,
+        "backward": backward,
     }
     for part in wanted:
         name, _, option = part.partition(":")

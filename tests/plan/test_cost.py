@@ -105,13 +105,13 @@ def test_one_device_sends_nothing_and_saves_by_mode(save: str) -> None:
     state = 6 * 128 * 128 * 4
     chunk = 6 * (128 * 128 + 64 * 128 + 64 * 64 + 64) * 4
     chunks, borders = 4096 // 64 + 1, 8
-    bounds = 7 * 256  # 6 * 4 bytes a chunk, in whole places
+    bounds = 7 * 256  # 6 * 4 bytes a chunk, in whole places; those of maps fit into one
     assert (
         need.saved
         == {
             "none": 0,
-            "light": 2 * borders * state,
-            "full": 2 * borders * state + chunks * chunk + bounds,
+            "light": 2 * borders * state + 256,
+            "full": 2 * borders * state + 256 + chunks * chunk + bounds,
         }[save]
     )
 

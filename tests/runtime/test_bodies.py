@@ -117,7 +117,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     for module in (saved, recording):
         monkeypatch.setattr(module, "torch", Torch(found.spaces.append))
     monkeypatch.setattr(launch, "encode", lambda tile, how: [tile])
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(launch.toolchain, "compiling", nullcontext)
     monkeypatch.setattr(select, "_gluon_reason", lambda *problem: None)
     monkeypatch.setattr(select, "_selected", {})

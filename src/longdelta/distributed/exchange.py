@@ -17,12 +17,12 @@ Fold = Callable[[Chains, Tensor], None]
 """Folds chains into a buffer of states at borders, forward or adjoint."""
 
 
-def _folds(backend: Backend, M: Tensor, tables: Tables) -> tuple[Fold, Fold]:
+def _folds(backend: Backend, M: Tensor, M_bound: Tensor, tables: Tables) -> tuple[Fold, Fold]:
     def forward(chains: Chains, S: Tensor) -> None:
-        backend.fold(M, tables, chains, S=S)
+        backend.fold(M, M_bound, tables, chains, S=S)
 
     def adjoint(chains: Chains, dS: Tensor) -> None:
-        backend.adjoint_fold(M, tables, chains, dS=dS)
+        backend.adjoint_fold(M, M_bound, tables, chains, dS=dS)
 
     return forward, adjoint
 
@@ -39,13 +39,17 @@ class RelayBoundary:
     ahead: Relay
     back: Relay
 
-    def enter(self, backend: Backend, M: Tensor, tables: Tables, *, S_border: Tensor) -> None:
+    def enter(
+        self, backend: Backend, M: Tensor, M_bound: Tensor, tables: Tables, *, S_border: Tensor
+    ) -> None:
         """S_ext at each border becomes the state that crosses it."""
-        self._run(self.ahead, _folds(backend, M, tables)[0], S_border, self.tag)
+        self._run(self.ahead, _folds(backend, M, M_bound, tables)[0], S_border, self.tag)
 
-    def leave(self, backend: Backend, M: Tensor, tables: Tables, *, dS_border: Tensor) -> None:
+    def leave(
+        self, backend: Backend, M: Tensor, M_bound: Tensor, tables: Tables, *, dS_border: Tensor
+    ) -> None:
         """dS_ext at each border becomes the cotangent that crosses it backwards."""
-        self._run(self.back, _folds(backend, M, tables)[1], dS_border, self.tag + 1)
+        self._run(self.back, _folds(backend, M, M_bound, tables)[1], dS_border, self.tag + 1)
 
     def _run(self, relay: Relay, fold: Fold, state: Tensor, tag: int) -> None:
         fold(relay.chains, state)
@@ -77,14 +81,18 @@ class GatherBoundary:
     ahead: Gather
     back: Gather
 
-    def enter(self, backend: Backend, M: Tensor, tables: Tables, *, S_border: Tensor) -> None:
+    def enter(
+        self, backend: Backend, M: Tensor, M_bound: Tensor, tables: Tables, *, S_border: Tensor
+    ) -> None:
         """S_ext at each border becomes the state that crosses it."""
-        fold = _folds(backend, M, tables)[0]
+        fold = _folds(backend, M, M_bound, tables)[0]
         self._run(self.ahead, fold, tables.walk.chains, S_border, adjoint=False)
 
-    def leave(self, backend: Backend, M: Tensor, tables: Tables, *, dS_border: Tensor) -> None:
+    def leave(
+        self, backend: Backend, M: Tensor, M_bound: Tensor, tables: Tables, *, dS_border: Tensor
+    ) -> None:
         """dS_ext at each border becomes the cotangent that crosses it backwards."""
-        fold = _folds(backend, M, tables)[1]
+        fold = _folds(backend, M, M_bound, tables)[1]
         self._run(self.back, fold, tables.walk.chains, dS_border, adjoint=True)
 
     def _run(

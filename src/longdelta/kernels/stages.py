@@ -213,14 +213,21 @@ class Backend(Protocol):
         *,
         S_border: Tensor,
         M: Tensor,
+        M_bound: Tensor,
     ) -> None:
-        """S_ext of every segment that leaves through a border, and M where it entered by one. What
-        `bound` shows to be forgotten at the segment's end, by e^FORGOTTEN, may be left out."""
+        """S_ext of every segment that leaves through a border, and M where it entered by one, with
+        the sum of its `bound`. What that shows to be forgotten at the segment's end, by
+        e^FORGOTTEN, may be left out."""
 
-    def fold(self, M: Tensor, tables: Tables, chains: Chains, *, S: Tensor) -> None:
-        """S[leave] += M S[enter], segment after segment of each chain."""
+    def fold(
+        self, M: Tensor, M_bound: Tensor, tables: Tables, chains: Chains, *, S: Tensor
+    ) -> None:
+        """S[leave] += M S[enter], segment after segment of each chain. An M that M_bound shows to
+        be forgotten may be left out."""
 
-    def adjoint_fold(self, M: Tensor, tables: Tables, chains: Chains, *, dS: Tensor) -> None:
+    def adjoint_fold(
+        self, M: Tensor, M_bound: Tensor, tables: Tables, chains: Chains, *, dS: Tensor
+    ) -> None:
         """dS[enter] += M^T dS[leave], the chains from end to start."""
 
     def scan(

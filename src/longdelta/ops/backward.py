@@ -91,7 +91,7 @@ def _adjoint_walks(
             tables,
             dS_border=held["dS_border"],
         )
-    machine.boundary.leave(backend, held["M"], tables, dS_border=held["dS_border"])
+    machine.boundary.leave(backend, held["M"], held["M_bound"], tables, dS_border=held["dS_border"])
     backend.adjoint_scan(
         *common,
         held["dS_border"],

@@ -13,10 +13,14 @@ from longdelta.kernels.stages import Backend, Tables
 class Boundary(Protocol):
     """Turns what the summaries left at the borders into states, in document order."""
 
-    def enter(self, backend: Backend, M: Tensor, tables: Tables, *, S_border: Tensor) -> None:
+    def enter(
+        self, backend: Backend, M: Tensor, M_bound: Tensor, tables: Tables, *, S_border: Tensor
+    ) -> None:
         """S_ext at each border becomes the state that crosses it."""
 
-    def leave(self, backend: Backend, M: Tensor, tables: Tables, *, dS_border: Tensor) -> None:
+    def leave(
+        self, backend: Backend, M: Tensor, M_bound: Tensor, tables: Tables, *, dS_border: Tensor
+    ) -> None:
         """dS_ext at each border becomes the cotangent that crosses it backwards."""
 
 
@@ -30,8 +34,12 @@ class Context(Protocol):
 class Segments:
     """Every border lies on this device: one fold each way."""
 
-    def enter(self, backend: Backend, M: Tensor, tables: Tables, *, S_border: Tensor) -> None:
-        backend.fold(M, tables, tables.walk.chains, S=S_border)
+    def enter(
+        self, backend: Backend, M: Tensor, M_bound: Tensor, tables: Tables, *, S_border: Tensor
+    ) -> None:
+        backend.fold(M, M_bound, tables, tables.walk.chains, S=S_border)
 
-    def leave(self, backend: Backend, M: Tensor, tables: Tables, *, dS_border: Tensor) -> None:
-        backend.adjoint_fold(M, tables, tables.walk.chains, dS=dS_border)
+    def leave(
+        self, backend: Backend, M: Tensor, M_bound: Tensor, tables: Tables, *, dS_border: Tensor
+    ) -> None:
+        backend.adjoint_fold(M, M_bound, tables, tables.walk.chains, dS=dS_border)

@@ -97,8 +97,11 @@ def enter_borders(
             machine.tables,
             S_border=held["S_border"],
             M=held["M"],
+            M_bound=held["M_bound"],
         )
-    machine.boundary.enter(machine.backend, held["M"], machine.tables, S_border=held["S_border"])
+    machine.boundary.enter(
+        machine.backend, held["M"], held["M_bound"], machine.tables, S_border=held["S_border"]
+    )
 
 
 def pass_empty_documents(
@@ -144,12 +147,12 @@ def forward(
 
         def entered() -> tuple[Tensor, ...]:
             enter_borders(x, operands, machine, held)
-            return held["S_border"], held["M"]
+            return tuple(held[name] for name in KEPT["light"])
 
         plan = hash(tables.walk)
         kept = recompute.once(entered, plan, *decisive, operands.initial_state)
-        held["S_border"].copy_(kept[0])
-        held["M"].copy_(kept[1])
+        for name, entry in zip(KEPT["light"], kept, strict=True):
+            held[name].copy_(entry)
     machine.backend.scan(
         x.q,
         x.k,

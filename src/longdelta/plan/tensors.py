@@ -14,13 +14,13 @@ from longdelta.plan.chunks import CHUNK, LONGEST_SEGMENT, WALKS_AT_ONCE, Walk
 SAVE_MODES = ("none", "light", "full")
 KEPT = {
     "none": (),
-    "light": ("S_border", "M"),
-    "full": ("S_border", "M", "G", "Z", "bound", "S", "Uh"),
+    "light": ("S_border", "M", "M_bound"),
+    "full": ("S_border", "M", "M_bound", "G", "Z", "bound", "S", "Uh"),
 }
 """Stage tensors that each save mode hands from the forward to the backward."""
 
-FORWARD = ("G", "Z", "bound", "S_border", "M")
-BACKWARD = ("G", "Z", "bound", "S_border", "M", "S", "Uh", "dS_border", "dS", "dR")
+FORWARD = ("G", "Z", "bound", "S_border", "M", "M_bound")
+BACKWARD = (*FORWARD, "S", "Uh", "dS_border", "dS", "dR")
 """Stage tensors that a forward and a backward need in all."""
 ACTIVATED = ("q_unit", "k_unit", "g", "beta")
 """Those of them that either makes before its stages, where the inputs do not come ready."""
@@ -67,7 +67,8 @@ def shape(
     G: cumulative gate in the chunk. Z: unit inverse without its factors of beta (docs/math.md).
     bound: log of a bound of the chunk's transition; what it shows to be forgotten is left out.
     S_border, dS_border: state and cotangent at each border. M: transition of each segment between
-    two borders. S, Uh: scan's tapes (state at each chunk's start; U without beta). dS, dR:
+    two borders. M_bound: log of a bound of M, the sum over its chunks; fold passes by what it shows
+    to be forgotten. S, Uh: scan's tapes (state at each chunk's start; U without beta). dS, dR:
     adjoint_scan's tapes (cotangent at each chunk's end; dW without beta).
 
     >>> shape("S", Counts(10, 2, 1), HV=6, K=128, V=64)
@@ -84,6 +85,7 @@ def shape(
         "bound": (chunks, HV),
         "S_border": (borders, HV, K, V),
         "M": (maps, HV, K, K),
+        "M_bound": (maps, HV),
         "S": (chunks, HV, K, V),
         "Uh": (chunks, HV, CHUNK, V),
         "dS_border": (borders, HV, K, V),
@@ -100,6 +102,7 @@ _GLUON_ITEMSIZE = {
     "bound": 4,
     "S_border": 4,
     "M": 4,
+    "M_bound": 4,
     "dS_border": 4,
 }
 

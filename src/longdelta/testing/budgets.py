@@ -43,6 +43,7 @@ HOPPER: Budgets = {
     "bound": 1e-3,
     "S_ext": 4e-3,
     "M": 5e-3,
+    "M_bound": 1e-3,
     "S_border": 1e-4,
     "S": 4e-3,
     "Uh": 4e-3,

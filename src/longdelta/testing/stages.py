@@ -26,7 +26,7 @@ from longdelta.testing.workloads import Machine, Workload
 _STATES = ("initial_state", "final_state", "d_initial_state", "d_final_state")
 _ROWS = ("o", "dq", "dk", "dv", "dg", "dbeta")
 _TAPES = ("S", "Uh", "dS_ext", "dS_border", "dS", "dR")
-_STAGED = ("G", "Z", "bound", "S_ext", "M", "S_border", *_TAPES)
+_STAGED = ("G", "Z", "bound", "S_ext", "M", "M_bound", "S_border", *_TAPES)
 _SAME_SHAPE = {"S_ext": "S_border", "dS_ext": "dS_border"}
 
 
@@ -107,6 +107,8 @@ class _Head:
             found["S_ext"][segment.leave, h] = step.B
             if segment.map >= 0:
                 found["M"][segment.map, h] = step.M
+                chunks = slice(segment.first_chunk, segment.first_chunk + segment.chunks)
+                found["M_bound"][segment.map, h] = found["bound"][chunks, h].sum()
             entering = step.B if segment.enter < 0 else step.M @ entering + step.B
             found["S_border"][segment.leave, h] = entering
         return tapes

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from longdelta import gdn_backward, gdn_forward, support
+from longdelta.kernels.stages import Tables
 from longdelta.ops.saved import Sizes
+from longdelta.ops.select import stages
 from longdelta.plan.chunks import walk
 from longdelta.plan.tensors import KEPT, Counts
 from longdelta.runtime import launch
@@ -116,6 +118,52 @@ def test_recorded_calls_have_the_bits_of_calls_resolved_afresh(options):
         found = forward(x, **options)
         with launch.fresh():
             assert_bitwise(found, forward(x, **options))
+
+
+def borders(documents: int, HV: int) -> tuple[Tables, Tensor, Tensor, Tensor]:
+    """Tables of split documents; M, its bounds, and states of their segments, all random."""
+    offsets = [6400 * document for document in range(documents + 1)]
+    plan = walk(offsets, HV)
+    assert plan.maps >= 2 * documents
+    M = torch.randn(plan.maps, HV, 128, 128, device="cuda") / 16
+    S = torch.randn(plan.borders, HV, 128, 128, device="cuda")
+    return Tables(plan, torch.device("cuda")), M, torch.zeros(plan.maps, HV, device="cuda"), S
+
+
+@pytest.mark.parametrize("adjoint", [False, True], ids=["fold", "adjoint_fold"])
+def test_fold_of_many_chains_gives_each_the_bits_that_it_has_alone(adjoint):
+    tables, M, M_bound, S = borders(40, 16)
+    gluon = stages("gluon")
+    fold, name = (gluon.adjoint_fold, "dS") if adjoint else (gluon.fold, "S")
+    together, alone = S.clone(), S.clone()
+    fold(M, M_bound, tables, tables.walk.chains, **{name: together})
+    for chain in tables.walk.chains:
+        fold(M, M_bound, tables, (chain,), **{name: alone})
+    assert torch.equal(together, alone)
+    assert not torch.equal(together, S)
+
+
+@pytest.mark.parametrize("adjoint", [False, True], ids=["fold", "adjoint_fold"])
+def test_fold_leaves_states_bit_by_bit_where_what_entered_is_forgotten(adjoint):
+    """Whether all of a chain is forgotten or a part of it; M is not looked at there."""
+    tables, M, M_bound, S = borders(2, 4)
+    chains = tables.walk.chains
+    middle = [tables.walk.segments[index] for index in chains[1]]
+    forgotten = {s.map for s in (tables.walk.segments[index] for index in chains[0])}
+    forgotten.add(middle[1].map)
+    S[middle[1].leave, :, 0] = S[middle[1].enter, :, 0] = -0.0
+    M[list(forgotten)], M_bound[list(forgotten)] = float("nan"), -20.0
+    gluon = stages("gluon")
+    fold, name = (gluon.adjoint_fold, "dS") if adjoint else (gluon.fold, "S")
+    found = S.clone()
+    fold(M, M_bound, tables, chains, **{name: found})
+    assert found.isfinite().all()
+    for s in tables.walk.segments:
+        into = s.enter if adjoint else s.leave
+        if s.map in forgotten:
+            assert torch.equal(found[into].view(torch.int32), S[into].view(torch.int32))
+        elif s.map >= 0:
+            assert not torch.equal(found[into], S[into])
 
 
 def test_a_document_keeps_its_bits_beside_one_of_nan_and_inf():

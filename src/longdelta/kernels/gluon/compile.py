@@ -39,7 +39,6 @@ SHARED_BYTES = 227 * 1024
 """What a program can have."""
 FORWARD: tuple[Variant, ...] = (*ACTIVATE, *PREPARE, *SUMMARIZE, *FOLD, *SCAN)
 BACKWARD: tuple[Variant, ...] = (*ADJOINT_SUMMARIZE, *ADJOINT_SCAN, *GRADIENTS)
-"""Compiled, and not run on a GPU yet: the backend takes the eager stages (adjoint.py)."""
 VARIANTS = (*FORWARD, *BACKWARD)
 
 

@@ -5,7 +5,8 @@ Chunk by chunk, with X = D (I + Z^T D) K:
 M is the same walk without V, from the identity. What the gates have made negligible at the
 segment's end is left out: with b_c the bound of chunk c's transition, the state before chunk c is
 forgotten where b_c + b_{c+1} + .. <= -20. A walk starts, from zero, with the chunk before the first
-state that is not; where the state that enters is forgotten, M is 0 and nothing is walked.
+state that is not; where the state that enters is forgotten, M is 0 and nothing is walked. M_bound is the sum of all
+b_c.
 
 One program walks S or M of one (segment, value head), held transposed in registers like scan's
 state, 64 rows in each of two warp groups; a third group makes X, a single warp loads. It is found
@@ -40,7 +41,7 @@ FORGOTTEN = gl.constexpr(plan.FORGOTTEN)
 @gluon.jit
 def _first_needed(bound, n, HV):
     """The first of a segment's n + 1 states, one before each chunk and the last, that counts at
-    its end; one of NaN does."""
+    its end (one of NaN does), and the sum of all bounds."""
     lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     needed = n
     later = 0.0
@@ -50,7 +51,7 @@ def _first_needed(bound, n, HV):
         decay = gl.associative_scan(x, 0, add, reverse=True) + later
         needed = gl.minimum(needed, gl.min(gl.where(decay <= FORGOTTEN, n, c), 0))
         later += gl.sum(x, 0)
-    return needed
+    return needed, later
 
 
 @gluon.jit
@@ -184,6 +185,7 @@ def summarize_kernel(
     bound,
     border,
     transition,
+    transition_bound,
     initial,
     tasks,
     chunks,
@@ -223,15 +225,17 @@ def summarize_kernel(
     start = gl.load(task + 2)
     is_map = gl.load(task + 3) != 0
     row = gl.load(task + 4) * HV + h
-    needed = _first_needed(bound + first.to(gl.int64) * HV + h, n, HV)
+    needed, growth = _first_needed(bound + first.to(gl.int64) * HV + h, n, HV)
     # The sums went through the shared memory that takes the groups' arguments next.
     barrier()
     entered = needed == 0
     skipped = gl.maximum(needed - 1, 0)
     first += skipped
     n -= skipped
-    if is_map & (needed > 0):
-        n = 0
+    if is_map:
+        gl.store(transition_bound + row, growth)
+        if needed > 0:
+            n = 0
     if start >= 0:
         start = start * HV + h
     result = border
@@ -287,6 +291,7 @@ def summarize(
     *,
     S_border: Tensor,
     M: Tensor,
+    M_bound: Tensor,
 ) -> None:
     HV, H = v.shape[1], k.shape[1]
     k, v = in_place(k), in_place(v)  # held until the launch: a tile does not hold its memory
@@ -301,6 +306,7 @@ def summarize(
         bound,
         S_border,
         M if M.numel() else S_border,
+        M_bound if M_bound.numel() else bound,
         S_border if initial is None else initial,
     )
 

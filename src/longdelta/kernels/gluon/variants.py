@@ -30,12 +30,12 @@ def _tile(dtype: str, shape: list[int], layout: Any) -> str:
 
 
 _STATES = ("border", "transition", "initial", "final", "S")
-_VECTORS = ("g", "beta", "G", "bound")
+_VECTORS = ("g", "beta", "G", "bound", "M_bound", "transition_bound")
 TYPES = {
     **dict.fromkeys(("q", "k"), "*bf16"),
     **dict.fromkeys((*_STATES, *_VECTORS), "*fp32"),
     **dict.fromkeys(("tasks", "chunks", "table"), "*i32"),
-    **dict.fromkeys(("HV", "H", "GROUP", "parts", "n_tasks", "chains"), "i32"),
+    **dict.fromkeys(("HV", "H", "GROUP", "parts", "n_tasks", "chains", "PER"), "i32"),
     **dict.fromkeys(("k_t", "k_h"), "i32:16"),
     **dict.fromkeys(("qd", "kd"), _tile("bf16", [1, 64, 1, 128], RAGGED)),
     **dict.fromkeys(("vd", "od", "dod"), _tile("bf16", [1, 64, 1, 64], RAGGED)),
