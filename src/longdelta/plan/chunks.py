@@ -30,6 +30,9 @@ LONGEST_SEGMENT = 128
 _NO_SPLIT = 1 << 40
 _WHOLE = 96
 """Chunks up to which a document is not split from 32 value heads on."""
+_PACKED = 16
+"""Value heads from which documents of up to 64 chunks rarely come alone: in a full batch segments of
+8 chunks cost more than they can win."""
 
 
 @dataclass(frozen=True, order=True)
@@ -72,8 +75,8 @@ def segment_chunks(document_tokens: int, HV: int | None, packed_tokens: int | No
 
     >>> [segment_chunks(64 * chunks, HV=6) for chunks in (8, 100, 300, 1000, 9000)]
     [8, 16, 32, 64, 128]
-    >>> segment_chunks(64 * 512, HV=32)
-    128
+    >>> segment_chunks(64 * 64, HV=16), segment_chunks(64 * 512, HV=32)
+    (16, 128)
     >>> segment_chunks(64 * 96, HV=48) >= 96        # one segment: never split
     True
     >>> segment_chunks(8192, 32, 8192), segment_chunks(8192, 32, 4 * 8192) >= 128
@@ -90,7 +93,8 @@ def segment_chunks(document_tokens: int, HV: int | None, packed_tokens: int | No
         whole = 4 * WALKS_AT_ONCE * chunks <= 5 * load
     if whole:
         return _NO_SPLIT
-    length = 8 if chunks <= 64 else 16 if chunks <= 128 else 32
+    few = HV < _PACKED or packed_tokens is not None
+    length = 8 if chunks <= 64 and few else 16 if chunks <= 128 else 32
     while length < LONGEST_SEGMENT and load > length * WALKS_AT_ONCE:
         length *= 2
     return length
