@@ -177,8 +177,8 @@ def saved_bytes(
 
     >>> saved_bytes("none", T=4096, N=3, HV=6, K=128, V=128)
     0
-    >>> saved_bytes("light", T=4096, N=3, HV=6, K=128, V=128) == 2 * 8 * 6 * 128 * 128 * 4
-    True
+    >>> saved_bytes("light", T=4096, N=3, HV=6, K=128, V=128) - 2 * 8 * 6 * 128 * 128 * 4
+    256
     """
     counts = capacity(T, N, HV, edges)
     return layout(KEPT[save], counts, HV=HV, K=K, V=V, dtype=dtype, backend=backend)[1]
