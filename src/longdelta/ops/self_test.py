@@ -3,9 +3,9 @@
 Note [Self-test]: a compiler can be wrong where our tests did not run (runtime/toolchain.py, Note
 [ptxas]). So the first use in a process runs a small problem through every stage of both backends. A
 pass is kept on disk, in Triton's cache, under the GPU, the versions and the kernels' text; a
-failure is not, and the next process tries again. It runs in a thread of its own, where no tracing,
-autocast, inference mode or transform of the caller reaches it. A first call inside the capture of a
-CUDA graph, which allows no test, goes untested.
+failure is not, and the next process tries again. All kernels are compiled before it. It runs in a
+thread of its own, where no tracing, autocast, inference mode or transform of the caller reaches it.
+A first call inside the capture of a CUDA graph, which allows no test, goes untested.
 """
 
 from __future__ import annotations
@@ -78,6 +78,9 @@ def _remembered(device: torch.device) -> str | None:
         if passed.exists():
             return None
     from longdelta.kernels import gluon
+    from longdelta.kernels.gluon.compile import ahead
+
+    ahead()
 
     def test() -> dict[str, float]:
         with torch.cuda.device(device), _deterministic_or_not():

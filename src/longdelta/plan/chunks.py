@@ -31,8 +31,8 @@ _NO_SPLIT = 1 << 40
 _WHOLE = 96
 """Chunks up to which a document is not split from 32 value heads on."""
 _PACKED = 16
-"""Value heads from which documents of up to 64 chunks rarely come alone: in a full batch segments of
-8 chunks cost more than they can win."""
+"""Value heads from which documents of up to 64 chunks rarely come alone: segments of 8 chunks cost
+a full batch more than they can win."""
 
 
 @dataclass(frozen=True, order=True)

@@ -6,8 +6,11 @@ Their values are checked where those of every machine are: tests/kernels and tes
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -344,6 +347,13 @@ def test_a_call_that_was_made_before_never_waits_for_the_device(backward):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_bitwise(again, before)
+
+
+def test_first_call_finds_every_kernel_compiled_ahead(tmp_path, record_property):
+    command = [sys.executable, str(Path(__file__).with_name("first_call.py")), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record_property("first call", done.stdout.strip())
 
 
 def test_fifty_random_packings_compile_nothing(monkeypatch):
