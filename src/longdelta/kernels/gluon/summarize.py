@@ -5,7 +5,8 @@ Chunk by chunk, with X = D (I + Z^T D) K:
 M is the same walk without V, from the identity. What the gates have made negligible at the
 segment's end is left out: with b_c the bound of chunk c's transition, the state before chunk c is
 forgotten where b_c + b_{c+1} + .. <= -20. A walk starts, from zero, with the chunk before the first
-state that is not; where the state that enters is forgotten, M is 0 and nothing is walked. M_bound is b_1 + b_2 + ..
+state that is not; where the state that enters is forgotten, M is 0 and nothing is walked. M_bound
+is the sum of every b_c.
 
 One program walks S or M of one (segment, value head), held transposed in registers like scan's
 state, 64 rows in each of two warp groups; a third group makes X, a single warp loads. It is found
