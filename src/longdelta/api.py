@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longdelta.arguments import call_of, inputs_of, require, state_shape
 from longdelta.errors import InvalidInput
-from longdelta.ops.library import call, refuse_forward_mode
+from longdelta.ops.library import call, call_backward, refuse_forward_mode
 from longdelta.ops.recompute import RecomputeHandle
 
 
@@ -232,7 +232,7 @@ def gdn_backward(
         require("d_final_state", d_final_state, shape, like=q)
     with torch.no_grad():
         tensor = q.new_empty([0], dtype=torch.uint8) if saved is None else saved.tensor
-        found = torch.ops.longdelta.backward(do, d_final_state, tensor, *inputs)
+        found = call_backward(do, d_final_state, tensor, inputs)
     dq, dk, dv, dg, dbeta, d_initial_state, dA_log, ddt_bias = found
     return BackwardResult(
         dq,

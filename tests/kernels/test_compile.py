@@ -104,7 +104,15 @@ def test_variant_without_a_type_for_an_argument_names_it():
         compile.source(Variant("odd", kernel, 0))
 
 
-GOOD = Report("one", 1.0, registers=128, spilled_bytes=16, shared_bytes=227 * 1024, products=8)
+GOOD = Report(
+    "one",
+    1.0,
+    registers=128,
+    spilled_bytes=16,
+    shared_bytes=227 * 1024,
+    products=8,
+    follows=True,
+)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +122,7 @@ GOOD = Report("one", 1.0, registers=128, spilled_bytes=16, shared_bytes=227 * 10
         ({"shared_bytes": 227 * 1024 + 1}, "232449 bytes of shared memory"),
         ({"products": 4}, "4 wgmma instead of 8"),
         ({"serialised": 2}, "2 warnings of serialised products"),
+        ({"follows": False}, "does not `follow` the kernel before it"),
         ({"failure": "does not compile: no such name"}, "does not compile: no such name"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

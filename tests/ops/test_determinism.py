@@ -67,13 +67,6 @@ def document_of(found: Results, offsets: torch.Tensor, index: int) -> Results:
     )
 
 
-def forward_of(found: Results, machine: Machine) -> Results:
-    """What of the results keeps the promise: adjoint stages are eager ones on a GPU too."""
-    if machine.device == "cpu":
-        return found
-    return Results(found.o, found.final_state, *(None,) * (len(found) - 2))
-
-
 _alone: dict[tuple[int, torch.dtype], Results] = {}
 
 
@@ -103,7 +96,17 @@ def test_a_long_document_keeps_its_bits_among_forty_short_ones(machine, dtype):
     inputs, cotangents = packed(documents, dtype, 3, machine)
     part = document_of(machine.evaluate(inputs, cotangents), inputs.cu_seqlens, 20)
     one = machine.evaluate(*packed([6], dtype, 0, machine))
-    assert_bitwise(forward_of(part, machine), forward_of(one, machine))
+    assert_bitwise(part, one)
+
+
+@DTYPES
+@pytest.mark.parametrize("machine", BITS_BY_DOCUMENT, indirect=True, ids=str)
+def test_every_document_of_a_batch_has_the_bits_that_it_has_alone(machine, dtype):
+    inputs, cotangents = packed([5, 0, 6, 2, 3, 4, 1], dtype, 5, machine)
+    found = machine.evaluate(inputs, cotangents)
+    for index, document in enumerate([5, 0, 6, 2, 3, 4, 1]):
+        one = machine.evaluate(*packed([document], dtype, 0, machine))
+        assert_bitwise(document_of(found, inputs.cu_seqlens, index), one)
 
 
 @DTYPES

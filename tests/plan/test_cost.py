@@ -148,9 +148,9 @@ def test_inputs_that_come_raw_need_their_places_in_both_directions() -> None:
         return need.workspace_forward, need.workspace_backward
 
     plain, unit, gate = workspaces(), workspaces("q_unit", "k_unit"), workspaces("g")
-    for direction in range(2):
-        assert unit[direction] - plain[direction] == 2 * 512 * 2 * 128 * 2
-        assert gate[direction] - plain[direction] == 512 * 6 * 4
+    for direction in range(2):  # backward, each has a cotangent, in float32
+        assert unit[direction] - plain[direction] == 2 * 512 * 2 * 128 * (2 + 4 * direction)
+        assert gate[direction] - plain[direction] == 512 * 6 * (4 + 4 * direction) + 512 * direction
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,9 @@ class Kernel:
         self.compiled: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int]) -> Any:
-        def compile_and_run(*arguments: Any, num_warps: int, **constants: Any) -> Any:
+        def compile_and_run(
+            *arguments: Any, num_warps: int, launch_pdl: bool, **constants: Any
+        ) -> Any:
             self.compiled.append(arguments)
             passed = [*arguments, *constants.values()]
             self.run(*grid, 1, 1, self.driver.stream, 0, 0, None, None, None, *passed)

@@ -1,4 +1,4 @@
-"""Whole forwards of the Hopper backend on the host: what they launch, and what they allocate."""
+"""Forwards and backwards of the Hopper backend on the host: what they launch and allocate."""
 
 from __future__ import annotations
 
@@ -141,7 +141,25 @@ def forward(x: dict[str, Any], **options: Any) -> Any:
     return gdn_forward(**x, backend="gluon", **options)
 
 
+def backward(x: dict[str, Any], save: str = "light", **options: Any) -> Any:
+    """Of a saved set that is all zeros: what it holds is not read."""
+    inputs = inputs_of(**x, output_final_state=True, save=save, backend="gluon", **options)
+    with torch.no_grad():
+        state = torch.zeros(inputs.final_rows, x["v"].shape[2], 128, 128)
+        saved = torch.zeros_like(inputs.new_outputs()[2])
+        x["do"], x["d_final_state"], x["saved"] = torch.zeros_like(x["v"]), state, saved
+        return library.call_backward(x["do"], state, saved, inputs)
+
+
+def ran(phase: str) -> list[str]:
+    return [
+        each.program.removesuffix("_kernel") for each in launch.records() if each.phase == phase
+    ]
+
+
 STAGES = ["activate", "prepare", "summarize", "fold", "scan"]
+ADJOINT_STAGES = ["adjoint_summarize", "fold", "adjoint_scan", "gradients"]
+MADE_AGAIN = {"none": ["prepare", "summarize", "fold", "scan"], "light": ["prepare", "scan"]}
 
 
 def test_forward_launches_each_stage_once_and_says_so(kernels):
@@ -158,6 +176,17 @@ def test_forward_without_splits_or_raw_inputs_launches_two_kernels(kernels):
     forward(problem([100, 33], raw=False))
     names = [each.program.removesuffix("_kernel") for each in launch.records()]
     assert names == ["prepare", "scan"]
+
+
+@pytest.mark.parametrize("save", ["none", "light", "full"])
+@pytest.mark.parametrize("raw", [False, True])
+def test_backward_launches_what_was_not_kept_and_each_stage_of_its_own_once(kernels, save, raw):
+    for _ in range(4):
+        backward(problem([1600, 100], raw=raw), save)
+        stages = MADE_AGAIN.get(save, []) + ADJOINT_STAGES
+        if raw:
+            stages = ["activate", *stages, "adjoint_activate", "adjoint_activate_sums"]
+        assert ran("backward") == stages
 
 
 def test_forward_from_what_is_kept_passes_what_a_fresh_one_passes(kernels):
@@ -202,6 +231,39 @@ def test_recorded_forward_passes_what_its_stages_would_pass(kernels, raw, option
     assert {"g", "beta", "initial_state"} <= named
     assert named & {"space", "saved"}
     assert by_stages == watched == recorded == again
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("options", [{}, {"state_v_first": True}, {"save": "full"}], ids=str)
+def test_recorded_backward_passes_what_its_stages_would_pass(kernels, raw, options):
+    held = []
+
+    def places() -> list[list[Any]]:
+        x = problem([1600, 100], raw=raw) | {"initial_state": torch.zeros(2, 2, 128, 128)}
+        given = dict(x)
+        kernels.passed.clear()
+        kernels.spaces.clear()
+        found = backward(given, **options)
+        given |= {f"gradient {i}": y for i, y in enumerate(found)}
+        known = {y.data_ptr() for y in given.values() if isinstance(y, Tensor)}
+        spaces = [y for y in kernels.spaces if y.numel() and y.data_ptr() not in known]
+        given |= {f"space {i}": y for i, y in enumerate(sorted(spaces, key=Tensor.numel))}
+        held.append(given)  # so that every call has addresses of its own
+        return kernels.places({n: y for n, y in given.items() if isinstance(y, Tensor)})
+
+    by_stages, watched, recorded, again = [places() for _ in range(4)]
+    named = {x[0] for x in itertools.chain(*by_stages) if isinstance(x, tuple) and len(x) == 2}
+    assert {"beta", *(f"gradient {i}" for i in range(2, 6))} <= named
+    assert by_stages == watched == recorded == again
+
+
+def test_recorded_backward_runs_no_stage(kernels, monkeypatch):
+    for _ in range(2):
+        backward(problem([1600, 100]))
+    monkeypatch.setattr(library._backward, "backward", None)
+    launched = len(kernels.launched)
+    backward(problem([1600, 100]))
+    assert len(kernels.launched) == launched + launched // 2
 
 
 def test_recorded_forward_runs_no_stage(kernels, monkeypatch):

@@ -309,3 +309,31 @@ class Backend(Protocol):
         dbeta: Tensor,
     ) -> None:
         """Gradients of every token from the tapes, chunk by chunk."""
+
+    def adjoint_activate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        activation: Activation,
+        tables: Tables,
+        dq_unit: Tensor | None,
+        dk_unit: Tensor | None,
+        dg: Tensor | None,
+        dbeta: Tensor | None,
+        *,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        da: Tensor | None,
+        db: Tensor | None,
+        dA_log: Tensor | None,
+        ddt_bias: Tensor | None,
+        gate_sums: Tensor | None,
+    ) -> None:
+        """Gradients of the inputs as they came, in dtypes of their own, from contiguous cotangents
+        of what `activate` made, in the compute dtype; None for those that are not wanted: q's and
+        k's together, A_log's and dt_bias's only with a raw gate's. Rows of no document get 0 and
+        add nothing to the sums over tokens, dA_log and ddt_bias. gate_sums: scratch for those."""

@@ -1,5 +1,5 @@
 """The backward: the forward's stages that were not saved, then adjoint_summarize and its fold where
-documents are split, adjoint_scan, gradients."""
+documents are split, adjoint_scan, gradients, and adjoint_activate where inputs came raw."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longdelta.kernels.eager.activate import adjoint_beta, adjoint_gate, adjoint_norm
 from longdelta.ops.forward import (
     Activated,
     Machine,
@@ -18,7 +17,7 @@ from longdelta.ops.forward import (
     pass_empty_documents,
     prepare,
 )
-from longdelta.plan.tensors import BACKWARD, KEPT
+from longdelta.plan.tensors import BACKWARD, COTANGENTS, KEPT
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,9 @@ class Cotangents:
     d_final_state: Tensor | None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Gradients:
-    """Of the inputs as they came, in the compute dtype or the input's own."""
+    """Places for those of the inputs as they came, in the input's dtype and layout."""
 
     dq: Tensor
     dk: Tensor
@@ -39,8 +38,8 @@ class Gradients:
     dg: Tensor
     dbeta: Tensor
     d_initial_state: Tensor | None
-    dA_log: Tensor | None = None
-    ddt_bias: Tensor | None = None
+    dA_log: Tensor | None
+    ddt_bias: Tensor | None
 
 
 def _tapes(
@@ -105,48 +104,60 @@ def _adjoint_walks(
     pass_empty_documents(tables.walk.empty, d_final_state, d_initial_state, adjoint=True)
 
 
-def _adjoint_activation(operands: Operands, found: Gradients, used: int) -> None:
-    """Through the activations of raw inputs. Rows of no document stay 0, whatever they hold."""
-    raw, x = operands.activation, operands
-    if raw.qk_l2norm:
-        found.dq[:used] = adjoint_norm(x.q[:used], found.dq[:used])
-        found.dk[:used] = adjoint_norm(x.k[:used], found.dk[:used])
-    if raw.beta_sigmoid:
-        found.dbeta[:used] = adjoint_beta(x.beta[:used], found.dbeta[:used], raw.top)
-    if raw.gate:
-        assert x.A_log is not None
-        found.dg[:used], found.dA_log, found.ddt_bias = adjoint_gate(
-            x.g[:used], x.A_log, x.dt_bias, found.dg[:used]
-        )
+def _adjoint_activate(
+    operands: Operands, machine: Machine, held: dict[str, Tensor], found: Gradients
+) -> None:
+    """From the cotangents of what `activate` made to those of the inputs as they came."""
+    x, raw = operands, operands.activation
+    units = {name: held.get(name) for name in ("dq_unit", "dk_unit", "dg", "dbeta")}
+    if all(unit is None for unit in units.values()):
+        return
+    machine.backend.adjoint_activate(
+        x.q,
+        x.k,
+        x.g,
+        x.beta,
+        x.A_log,
+        x.dt_bias,
+        raw,
+        machine.tables,
+        *units.values(),
+        dq=None if units["dq_unit"] is None else found.dq,
+        dk=None if units["dk_unit"] is None else found.dk,
+        da=None if units["dg"] is None else found.dg,
+        db=None if units["dbeta"] is None else found.dbeta,
+        dA_log=found.dA_log if raw.gate else None,
+        ddt_bias=found.ddt_bias if raw.gate else None,
+        gate_sums=held.get("gate_sums"),
+    )
 
 
 def backward(
-    operands: Operands, cotangents: Cotangents, machine: Machine, *, save: str, saved: Tensor
-) -> Gradients:
-    """Gradients of every input, from the saved set and whatever has to be computed again."""
+    operands: Operands,
+    cotangents: Cotangents,
+    machine: Machine,
+    *,
+    save: str,
+    saved: Tensor,
+    found: Gradients,
+) -> None:
+    """Writes the gradient of every input, from the saved set and what has to be computed again."""
     tables = machine.tables
     sizes = operands.sizes(tables, machine.name)
     dtype, device = sizes.compute_dtype, operands.q.device
     held = sizes.views(KEPT[save], saved)
-    names = operands.activated(dtype) + BACKWARD
+    made = operands.activated(dtype)
+    names = made + BACKWARD + tuple(x for name in made for x in COTANGENTS[name])
     held |= sizes.new(tuple(name for name in names if name not in held), device)
     x = activate(operands, machine, held)
     _tapes(x, operands, machine, save, held)
     do = torch.zeros_like(operands.v) if cotangents.do is None else cotangents.do
-    initial = operands.initial_state
-    d_initial_state = (
-        None if initial is None else torch.empty(initial.shape, dtype=dtype, device=device)
-    )
-    _adjoint_walks(x, operands, do, cotangents.d_final_state, machine, held, d_initial_state)
-    unrounded = dtype if operands.activation.qk_l2norm else x.q.dtype
-    found = Gradients(
-        dq=torch.empty(x.q.shape, dtype=unrounded, device=device),
-        dk=torch.empty(x.k.shape, dtype=unrounded, device=device),
-        dv=torch.empty(operands.v.shape, dtype=operands.v.dtype, device=device),
-        dg=torch.empty(x.g.shape, dtype=dtype, device=device),
-        dbeta=torch.empty(x.beta.shape, dtype=dtype, device=device),
-        d_initial_state=d_initial_state,
-    )
+    d_state = place = found.d_initial_state
+    if place is not None and place.dtype != dtype:
+        d_state = torch.empty_like(place, dtype=dtype)
+    _adjoint_walks(x, operands, do, cotangents.d_final_state, machine, held, d_state)
+    if place is not None and d_state is not None and d_state is not place:
+        place.copy_(d_state)
     machine.backend.gradients(
         x.q,
         x.k,
@@ -160,11 +171,10 @@ def backward(
         held["dR"],
         operands.scale,
         tables,
-        dq=found.dq,
-        dk=found.dk,
+        dq=held.get("dq_unit", found.dq),
+        dk=held.get("dk_unit", found.dk),
         dv=found.dv,
-        dg=found.dg,
-        dbeta=found.dbeta,
+        dg=held.get("dg", found.dg),
+        dbeta=held.get("dbeta", found.dbeta),
     )
-    _adjoint_activation(operands, found, tables.walk.used_rows)
-    return found
+    _adjoint_activate(operands, machine, held, found)

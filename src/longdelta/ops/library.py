@@ -130,11 +130,11 @@ class Inputs(NamedTuple):
         state = torch.empty(shape if self.output_final_state else [0], dtype=dtype, device=device)
         return o, state, torch.empty([size], dtype=torch.uint8, device=device)
 
-    def new_gradients(self) -> list[Tensor]:
+    def new_gradients(self) -> tuple[Tensor, ...]:
         """Unwritten gradients, in the schema's order; empty for inputs that were not given."""
-        return [
+        return tuple(
             self.q.new_empty([0]) if x is None else x.new_empty(x.shape) for x in self.by_gradient
-        ]
+        )
 
     def k_first(self, state: Tensor | None) -> Tensor | None:
         """A state as [., HV, K, V]."""
@@ -236,19 +236,42 @@ def _backward_impl(
         do=None if do is None else do.flatten(0, 1), d_final_state=inputs.k_first(d_final_state)
     )
     machine = inputs.machine()
-    with _without_autocast(inputs.q), Scope("backward", inputs.q.device, machine.tables):
-        found = _backward.backward(
-            inputs.operands(), cotangents, machine, save=inputs.save, saved=saved
+
+    def body(
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        dg: Tensor,
+        dbeta: Tensor,
+        d_initial_state: Tensor,
+        dA_log: Tensor,
+        ddt_bias: Tensor,
+    ) -> None:
+        x = inputs
+        found = _backward.Gradients(
+            dq=dq.flatten(0, 1),
+            dk=dk.flatten(0, 1),
+            dv=dv.flatten(0, 1),
+            dg=dg.flatten(0, 1),
+            dbeta=dbeta.flatten(0, 1),
+            d_initial_state=None if x.initial_state is None else x.k_first(d_initial_state),
+            dA_log=None if x.A_log is None else dA_log,
+            ddt_bias=None if x.dt_bias is None else ddt_bias,
         )
-    d_initial_state = inputs.k_first(found.d_initial_state)
-    values = [found.dq, found.dk, found.dv, found.dg, found.dbeta, d_initial_state]
-    values += [found.dA_log, found.ddt_bias]
-    return [
-        inputs.q.new_empty([0])
-        if given is None or value is None
-        else value.reshape(given.shape).to(given.dtype).contiguous()
-        for given, value in zip(inputs.by_gradient, values, strict=True)
-    ]
+        _backward.backward(
+            inputs.operands(), cotangents, machine, save=inputs.save, saved=saved, found=found
+        )
+
+    tables = machine.tables
+    with _without_autocast(inputs.q), Scope("backward", inputs.q.device, tables) as scope:
+        if machine.name == "eager" or inputs.context is not None:
+            gradients = inputs.new_gradients()
+            body(*gradients)
+            return list(gradients)
+        given = (do, d_final_state, saved, *inputs.by_gradient)
+        options = ("backward", *arguments[_TENSORS:])
+        make = inputs.new_gradients
+        return list(tables.recordings.run(scope, options, given, make, body, parted=saved))
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,15 +281,15 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward_fake(
     do: Tensor | None, d_final_state: Tensor | None, saved: Tensor, *arguments: Any
 ) -> list[Tensor]:
-    return Inputs(*arguments).new_gradients()
+    return list(Inputs(*arguments).new_gradients())
 
 
 def _differentiate(ctx: Any, do: Tensor, d_final_state: Tensor, _: Any) -> list[Tensor | None]:
     """Of each tensor among the inputs."""
     saved, *tensors = ctx.saved_tensors
     inputs = Inputs(*tensors, *ctx.options)
-    dq, dk, dv, dg, dbeta, d_initial_state, dA_log, ddt_bias = torch.ops.longdelta.backward(
-        do, d_final_state if inputs.output_final_state else None, saved, *inputs
+    dq, dk, dv, dg, dbeta, d_initial_state, dA_log, ddt_bias = call_backward(
+        do, d_final_state if inputs.output_final_state else None, saved, inputs
     )
     found: tuple[Tensor | None, ...] = (
         dq,
@@ -307,6 +330,18 @@ def call(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     with _NAMED("longdelta::forward"), torch._C._AutoDispatchBelowAutograd():
         output = _forward_impl(*inputs)
     return _differentiable(output, inputs)
+
+
+def call_backward(
+    do: Tensor | None, d_final_state: Tensor | None, saved: Tensor, inputs: Inputs
+) -> list[Tensor]:
+    """`longdelta::backward`: Note [Dispatcher]. Where gradients are enabled, it is to refuse."""
+    tensors = (do, d_final_state, saved, *inputs[:_TENSORS])
+    if torch.is_grad_enabled() or looked_on() or not plain(tensors):
+        found: list[Tensor] = torch.ops.longdelta.backward(do, d_final_state, saved, *inputs)
+        return found
+    with _NAMED("longdelta::backward"), torch._C._AutoDispatchBelowAutograd():
+        return _backward_impl(do, d_final_state, saved, *inputs)
 
 
 def _differentiable(

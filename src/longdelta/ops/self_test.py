@@ -25,7 +25,7 @@ from torch import Tensor
 
 from longdelta.kernels import eager
 from longdelta.kernels.stages import Activation, Backend, Tables
-from longdelta.ops.backward import Cotangents, backward
+from longdelta.ops.backward import Cotangents, Gradients, backward
 from longdelta.ops.boundary import Segments
 from longdelta.ops.forward import Machine, Operands, forward
 from longdelta.plan.chunks import walk
@@ -36,7 +36,8 @@ OPT_OUT = "LONGDELTA_SELF_TEST"
 """Environment variable: 0 leaves the test out."""
 BUDGET = 5e-2
 """Relative L2 error. Right kernels stay below 8e-3; what a compiler breaks is far off, or NaN."""
-COMPARED = ("S_border", "M", "o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+_GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state", "dA_log", "ddt_bias")
+COMPARED = ("S_border", "M", "o", "final_state", *_GRADIENTS)
 _OFFSETS = (0, 1100, 1100, 1170)
 """Three segments, a ragged tail, a document without tokens."""
 _H, _HV, _D = 1, 3, 128
@@ -80,9 +81,8 @@ def _remembered(device: torch.device) -> str | None:
     from longdelta.kernels import gluon
     from longdelta.kernels.gluon.compile import ahead
 
-    ahead()
-
     def test() -> dict[str, float]:
+        ahead()
         with torch.cuda.device(device), _deterministic_or_not():
             return errors("gluon", cast(Backend, gluon), device)
 
@@ -186,5 +186,9 @@ def _run(machine: Machine, operands: Operands, cotangents: Cotangents) -> dict[s
     final_state = torch.full_like(operands.initial_state, float("nan"))
     forward(operands, machine, save="light", saved=saved, o=o, final_state=final_state)
     kept = {name: x.clone() for name, x in sizes.views(KEPT["light"], saved).items()}
-    gradients = backward(operands, cotangents, machine, save="light", saved=saved)
-    return kept | {"o": o, "final_state": final_state} | vars(gradients)
+    x = operands
+    raw = (x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.A_log, x.dt_bias)
+    places = [torch.full_like(y, float("nan")) for y in raw if y is not None]
+    found = Gradients(**dict(zip(_GRADIENTS, places, strict=True)))
+    backward(operands, cotangents, machine, save="light", saved=saved, found=found)
+    return kept | {"o": o, "final_state": final_state} | vars(found)

@@ -24,6 +24,13 @@ BACKWARD = (*FORWARD, "S", "Uh", "dS_border", "dS", "dR")
 """Stage tensors that a forward and a backward need in all."""
 ACTIVATED = ("q_unit", "k_unit", "g", "beta")
 """Those of them that either makes before its stages, where the inputs do not come ready."""
+COTANGENTS = {
+    "q_unit": ("dq_unit",),
+    "k_unit": ("dk_unit",),
+    "g": ("dg", "gate_sums"),
+    "beta": ("dbeta",),
+}
+"""What a backward has besides, for each of ACTIVATED that it makes."""
 
 _ALIGNMENT = 256
 
@@ -63,7 +70,8 @@ def shape(
 ) -> tuple[int, ...]:
     """Shape of a stage tensor. T, H: rows and q/k heads, which only what is ACTIVATED has.
 
-    q_unit, k_unit: q and k of length 1. g, beta: gate and beta as the rule takes them.
+    q_unit, k_unit: q and k of length 1. g, beta: gate and beta as the rule takes them. dq_unit,
+    dk_unit, dg, dbeta: their cotangents. gate_sums: scratch for the gradients of A_log and dt_bias.
     G: cumulative gate in the chunk. Z: unit inverse without its factors of beta (docs/math.md).
     bound: log of a bound of the chunk's transition; what it shows to be forgotten is left out.
     S_border, dS_border: state and cotangent at each border. M: transition of each segment between
@@ -80,6 +88,11 @@ def shape(
         "k_unit": (T, H, K),
         "g": (T, HV),
         "beta": (T, HV),
+        "dq_unit": (T, H, K),
+        "dk_unit": (T, H, K),
+        "dg": (T, HV),
+        "dbeta": (T, HV),
+        "gate_sums": (2, -(-T // CHUNK), HV),
         "G": (chunks, HV, CHUNK),
         "Z": (chunks, HV, CHUNK, CHUNK),
         "bound": (chunks, HV),
@@ -97,6 +110,11 @@ def shape(
 _GLUON_ITEMSIZE = {
     "g": 4,
     "beta": 4,
+    "dq_unit": 4,
+    "dk_unit": 4,
+    "dg": 4,
+    "dbeta": 4,
+    "gate_sums": 4,
     "G": 4,
     "Z": 2,
     "bound": 4,
@@ -208,8 +226,9 @@ def workspace_bytes(
     kept = KEPT[save]
 
     def total(names: tuple[str, ...]) -> int:
-        rest = activated + tuple(name for name in names if name not in kept)
+        rest = tuple(name for name in names if name not in kept)
         sizes = {"HV": HV, "K": K, "V": V, "T": T, "H": H}
         return layout(rest, counts, dtype=dtype, backend=backend, **sizes)[1]
 
-    return total(FORWARD), total(BACKWARD)
+    cotangents = tuple(x for name in activated for x in COTANGENTS[name])
+    return total(activated + FORWARD), total(activated + BACKWARD + cotangents)

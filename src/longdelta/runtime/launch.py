@@ -56,6 +56,8 @@ _compiling = threading.RLock()
 _fresh = 0
 """How many `fresh` blocks are being run, on all threads."""
 _KEPT = 64
+OPTIONS = {"launch_pdl": True}
+"""Of every launch: a kernel starts while the one before it ends; `follow` (dialect.py) waits."""
 
 
 def records() -> tuple[Launch, ...]:
@@ -216,7 +218,7 @@ class Program:
         if device == torch.device("cuda"):  # without an index: the one that is current
             device = torch.device("cuda", torch.cuda.current_device())
         self._kernel, self._grid, self.device, self._settled = kernel, grid, device, settled
-        self._options = {"num_warps": num_warps, **constants}
+        self._options = {**OPTIONS, "num_warps": num_warps, **constants}
         names = [name for name in kernel.arg_names if name not in constants]
         named = zip(names[len(names) - len(settled) :], settled, strict=True)
         kinds = (_kind(x, name in kernel.do_not_specialize) for name, x in named)

@@ -6,7 +6,7 @@ that property on CPU for contiguous operands; sigmoid, softplus and exp2 do not,
 So every operand is gathered into contiguous chunks and cast first.
 """
 
-from longdelta.kernels.eager.activate import activate
+from longdelta.kernels.eager.activate import activate, adjoint_activate
 from longdelta.kernels.eager.adjoint_scan import adjoint_scan
 from longdelta.kernels.eager.adjoint_summarize import adjoint_summarize
 from longdelta.kernels.eager.fold import adjoint_fold, fold
@@ -17,6 +17,7 @@ from longdelta.kernels.eager.summarize import summarize
 
 __all__ = [
     "activate",
+    "adjoint_activate",
     "adjoint_fold",
     "adjoint_scan",
     "adjoint_summarize",

@@ -1,4 +1,4 @@
-"""activate, and its way back: L2 norm of q and k, gate activation, beta.
+"""activate, and adjoint_activate, its way back: L2 norm of q and k, gate activation, beta.
 
     q^ = q / sqrt(<q, q> + 1e-6)    g = -e^A_log softplus(a + dt_bias)    beta = top / (1 + e^-b)
 All in the compute dtype, on contiguous tensors, with exp and log1p alone (Note [Bits]).
@@ -86,3 +86,45 @@ def adjoint_gate(
     rate = -torch.exp(A_log.to(dg.dtype))
     da = dg * rate * _sigmoid(a)
     return da, (dg * rate * _softplus(a)).sum(0), da.sum(0)
+
+
+def adjoint_activate(
+    q: Tensor,
+    k: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    activation: Activation,
+    tables: Tables,
+    dq_unit: Tensor | None,
+    dk_unit: Tensor | None,
+    dg: Tensor | None,
+    dbeta: Tensor | None,
+    *,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    da: Tensor | None,
+    db: Tensor | None,
+    dA_log: Tensor | None,
+    ddt_bias: Tensor | None,
+    gate_sums: Tensor | None,
+) -> None:
+    used = tables.walk.used_rows
+    for raw, dy, dx in ((q, dq_unit, dq), (k, dk_unit, dk)):
+        if dy is not None and dx is not None:
+            dx[:used], dx[used:] = adjoint_norm(raw[:used], dy[:used]), 0
+    if dg is not None and da is not None:
+        found = dg[:used]
+        if activation.gate:
+            assert A_log is not None
+            found, *sums = adjoint_gate(a[:used], A_log, dt_bias, found)
+            for place, total in zip((dA_log, ddt_bias), sums, strict=True):
+                if place is not None:
+                    place.copy_(total)
+        da[:used], da[used:] = found, 0
+    if dbeta is not None and db is not None:
+        found = dbeta[:used]
+        if activation.beta_sigmoid:
+            found = adjoint_beta(b[:used], found, activation.top)
+        db[:used], db[used:] = found, 0

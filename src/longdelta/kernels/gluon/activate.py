@@ -22,6 +22,7 @@ from triton import cdiv
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from longdelta.kernels.gluon.dialect import follow
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import to_bf16
 from longdelta.kernels.gluon.variants import Variant
@@ -111,6 +112,7 @@ def activate_kernel(
     ROWS: gl.constexpr,
     GATES: gl.constexpr,
 ):
+    follow()
     block = gl.program_id(0)
     rows = tokens * H
     blocks = gl.cdiv(rows, ROWS)

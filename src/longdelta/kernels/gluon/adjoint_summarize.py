@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longdelta.kernels.gluon.dialect import async_load, barrier, reinterpret
+from longdelta.kernels.gluon.dialect import async_load, barrier, follow, reinterpret
 from longdelta.kernels.gluon.states import laid_out, state_pointers
 from longdelta.kernels.gluon.summarize import FORGOTTEN
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
@@ -210,6 +210,7 @@ def adjoint_summarize_kernel(
     STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
 ):
+    follow()
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar: gl.constexpr = mbarrier.MBarrierLayout()

@@ -26,6 +26,7 @@ from triton.errors import TritonError
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from longdelta.kernels.gluon.activate import VARIANTS as ACTIVATE
+from longdelta.kernels.gluon.adjoint_activate import VARIANTS as ADJOINT_ACTIVATE
 from longdelta.kernels.gluon.adjoint_scan import VARIANTS as ADJOINT_SCAN
 from longdelta.kernels.gluon.adjoint_summarize import VARIANTS as ADJOINT_SUMMARIZE
 from longdelta.kernels.gluon.fold import VARIANTS as FOLD
@@ -35,12 +36,18 @@ from longdelta.kernels.gluon.scan import VARIANTS as SCAN
 from longdelta.kernels.gluon.summarize import VARIANTS as SUMMARIZE
 from longdelta.kernels.gluon.variants import TYPES, Variant
 from longdelta.runtime import toolchain
+from longdelta.runtime.launch import OPTIONS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
 """What a program can have."""
 FORWARD: tuple[Variant, ...] = (*ACTIVATE, *PREPARE, *SUMMARIZE, *FOLD, *SCAN)
-BACKWARD: tuple[Variant, ...] = (*ADJOINT_SUMMARIZE, *ADJOINT_SCAN, *GRADIENTS)
+BACKWARD: tuple[Variant, ...] = (
+    *ADJOINT_SUMMARIZE,
+    *ADJOINT_SCAN,
+    *GRADIENTS,
+    *ADJOINT_ACTIVATE,
+)
 VARIANTS = (*FORWARD, *BACKWARD)
 
 
@@ -58,12 +65,15 @@ class Report:
     products: int = 0
     serialised: int = 0
     """Warnings of ptxas that it puts wgmma instructions one after another (C7510, C7512)."""
+    follows: bool = False
+    """Whether it waits for the kernel before it."""
 
     def faults(self, variant: Variant) -> list[str]:
         """What is not as the variant must be."""
         if self.failure:
             return [self.failure]
         limits = (
+            (self.follows, "does not `follow` the kernel before it"),
             (self.serialised == 0, f"{self.serialised} warnings of serialised products"),
             (self.spilled_bytes <= variant.spills, f"spills {self.spilled_bytes} bytes"),
             (self.shared_bytes <= SHARED_BYTES, f"{self.shared_bytes} bytes of shared memory"),
@@ -93,6 +103,10 @@ def source(variant: Variant) -> GluonASTSource:
     )
 
 
+def _compiled(variant: Variant) -> Any:
+    return triton.compile(source(variant), target=HOPPER, options={**OPTIONS, **variant.options})
+
+
 def code_bytes(cubin: bytes) -> int:
     """Size of the .text sections of an ELF file."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
@@ -117,7 +131,7 @@ def report(variant: Variant) -> Report:
         knobs.compilation.always_compile = True
         try:
             with contextlib.redirect_stdout(said):
-                made = triton.compile(source(variant), target=HOPPER, options=dict(variant.options))
+                made = _compiled(variant)
         except (TritonError, RuntimeError) as error:
             seconds = time.perf_counter() - start
             return Report(variant.name, seconds, f"does not compile: {_reason(error)}")
@@ -131,6 +145,7 @@ def report(variant: Variant) -> Report:
         code_bytes=code_bytes(made.asm["cubin"]),
         products=made.asm["ptx"].count("wgmma.mma_async"),
         serialised=len(re.findall(r"C75(?:10|12)", log)),
+        follows="griddepcontrol.wait" in made.asm["ptx"],
     )
 
 
@@ -143,7 +158,7 @@ def ahead() -> None:
 
     def compiled(variant: Variant) -> None:
         with contextlib.suppress(TritonError, RuntimeError):
-            triton.compile(source(variant), target=HOPPER, options=dict(variant.options))
+            _compiled(variant)
 
     with toolchain.compiling(), ThreadPoolExecutor(os.cpu_count()) as threads:
         for _ in threads.map(compiled, reversed(VARIANTS)):  # the longest first

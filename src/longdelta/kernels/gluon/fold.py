@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longdelta.kernels.gluon.dialect import async_load, barrier
+from longdelta.kernels.gluon.dialect import async_load, barrier, follow
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import flat, to_bf16
 from longdelta.kernels.gluon.variants import Variant
@@ -79,6 +79,7 @@ def fold_kernel(
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    follow()
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, COLUMNS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
     BLOCKS: gl.constexpr = 128 // COLUMNS

@@ -63,7 +63,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from longdelta.kernels import stages
-from longdelta.kernels.gluon.dialect import async_load, async_store, barrier, reinterpret
+from longdelta.kernels.gluon.dialect import async_load, async_store, barrier, follow, reinterpret
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import (
     FLAT,
@@ -557,6 +557,7 @@ def gradients_kernel(
     scale,
     UNROUNDED: gl.constexpr,
 ):
+    follow()
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])

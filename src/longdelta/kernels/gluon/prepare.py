@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from longdelta.kernels import stages
-from longdelta.kernels.gluon.dialect import async_load, async_store, barrier, reinterpret
+from longdelta.kernels.gluon.dialect import async_load, async_store, barrier, follow, reinterpret
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import FLAT, RAGGED, add, flat, in_place, ragged, to_fp16
 from longdelta.kernels.gluon.variants import Variant
@@ -215,6 +215,7 @@ def _key_products(ks):
 
 @gluon.jit(do_not_specialize=["HV", "GROUP", "H", "parts"])
 def prepare_kernel(kd, g, beta, G, bound, zd, chunks, HV, GROUP, H, parts):
+    follow()
     IN: gl.constexpr = gl.BlockedLayout([1, 1], [32 // HEADS, HEADS], [1, 1], [1, 0])
     SUM: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 1], [0, 1])
     pid = gl.program_id(0)

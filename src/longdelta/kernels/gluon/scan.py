@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longdelta.kernels.gluon.dialect import async_load, barrier, reinterpret
+from longdelta.kernels.gluon.dialect import async_load, barrier, follow, reinterpret
 from longdelta.kernels.gluon.states import laid_out, state_pointers
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import (
@@ -299,6 +299,7 @@ def scan_kernel(
     TAPES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    follow()
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar: gl.constexpr = mbarrier.MBarrierLayout()

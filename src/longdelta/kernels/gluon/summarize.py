@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longdelta.kernels.gluon.dialect import async_load, barrier, reinterpret
+from longdelta.kernels.gluon.dialect import async_load, barrier, follow, reinterpret
 from longdelta.kernels.gluon.states import laid_out, state_pointers
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import LOG2E, add, flat, in_place, ragged, to_bf16
@@ -196,6 +196,7 @@ def summarize_kernel(
     STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
 ):
+    follow()
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar: gl.constexpr = mbarrier.MBarrierLayout()
