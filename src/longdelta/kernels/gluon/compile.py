@@ -36,7 +36,7 @@ from longdelta.kernels.gluon.scan import VARIANTS as SCAN
 from longdelta.kernels.gluon.summarize import VARIANTS as SUMMARIZE
 from longdelta.kernels.gluon.variants import TYPES, Variant
 from longdelta.runtime import toolchain
-from longdelta.runtime.launch import OPTIONS
+from longdelta.runtime.launch import OPTIONS, one_at_a_time
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
@@ -160,7 +160,7 @@ def ahead() -> None:
         with contextlib.suppress(TritonError, RuntimeError):
             _compiled(variant)
 
-    with toolchain.compiling(), ThreadPoolExecutor(os.cpu_count()) as threads:
+    with one_at_a_time(), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         for _ in threads.map(compiled, reversed(VARIANTS)):  # the longest first
             pass
 
