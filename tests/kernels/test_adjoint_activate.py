@@ -80,7 +80,7 @@ def run(backend):
             Tables(plan, x.q.device),
             *cotangents,
             **{name: places.get(name) for name in NAMES},
-            gate_sums=x.a.new_full(shape("gate_sums", Counts.of(plan), HV, K, K, T=rows), nan),
+            gate_sums=x[6].new_full(shape("gate_sums", Counts.of(plan), HV, K, K, T=rows), nan),
         )
         return places
 

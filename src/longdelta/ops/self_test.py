@@ -40,7 +40,7 @@ _GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state", "dA_log", "ddt
 COMPARED = ("S_border", "M", "o", "final_state", *_GRADIENTS)
 _OFFSETS = (0, 1100, 1100, 1170)
 """Three segments, a ragged tail, a document without tokens."""
-_H, _HV, _D = 1, 3, 128
+_H, _HV, _D = 2, 6, 128
 
 _faults: dict[torch.device, str | None] = {}
 _one_at_a_time = threading.Lock()
@@ -164,8 +164,8 @@ def _problem(device: torch.device) -> tuple[Operands, Cotangents]:
         q=normal(T, _H, _D, dtype=half),
         k=normal(T, _H, _D, dtype=half),
         v=normal(T, _HV, _D, dtype=half),
-        g=normal(T, _HV) - torch.tensor([6.0, 6.0, -1.0], device=device),
-        beta=normal(T, _HV),
+        g=normal(T, _HV, dtype=half) - torch.tensor([6.0] * 5 + [-1.0], device=device, dtype=half),
+        beta=normal(T, _HV, dtype=half),
         A_log=normal(_HV),
         dt_bias=normal(_HV),
         initial_state=normal(N, _HV, _D, _D),

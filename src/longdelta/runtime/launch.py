@@ -32,13 +32,6 @@ from longdelta.runtime import toolchain
 from longdelta.runtime.driver import Call, Tile, call_of, encode
 
 
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Inside, kernels are compiled with our toolchain; its knobs are the process's."""
-    with _compiling, toolchain.compiling():
-        yield
-
-
 @dataclass(frozen=True)
 class Launch:
     """`count` launches in a row of one kernel, each of `grid` programs, in a "forward" or a
@@ -298,7 +291,7 @@ class Program:
     def _by_triton(self, moving: Sequence[Tensor | Tile]) -> Any:
         """Launches it as Triton does; returns the compiled kernel."""
         first = [x.descriptor() if isinstance(x, Tile) else x for x in moving]
-        with one_at_a_time():
+        with _compiling, toolchain.compiling():
             return self._kernel[(self._grid,)](*first, *self._settled, **self._options)
 
     def _first(self, stream: int, moving: Sequence[Tensor | Tile]) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ from longdelta.kernels.gluon.scan import VARIANTS as SCAN
 from longdelta.kernels.gluon.summarize import VARIANTS as SUMMARIZE
 from longdelta.kernels.gluon.variants import TYPES, Variant
 from longdelta.runtime import toolchain
-from longdelta.runtime.launch import OPTIONS, one_at_a_time
+from longdelta.runtime.launch import OPTIONS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
@@ -152,17 +153,42 @@ def report(variant: Variant) -> Report:
 def ahead() -> None:
     """Leaves every variant in Triton's cache, where launches then find it.
 
-    Side by side: compiled one after another as they are launched, they take half a minute
-    (docs/log.md, 2026-11-30, the first call). One that fails is left to its launch, which says so.
+    In processes side by side: one after another, as they are launched, they take half a minute, and
+    threads of one process hold each other up (docs/log.md, 2026-11-30, the first call). What fails
+    here is left to its launch, which says why.
     """
+    waiting = [v.name for v in sorted(VARIANTS, key=lambda v: v.products)]
+    start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; "
+    command = [sys.executable, "-c", f"{start}serve({str(knobs.cache.dir)!r})"]
 
-    def compiled(variant: Variant) -> None:
-        with contextlib.suppress(TritonError, RuntimeError):
-            _compiled(variant)
+    def keep_busy(_: int) -> None:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+        ) as worker:
+            assert worker.stdin is not None
+            assert worker.stdout is not None
+            with contextlib.suppress(IndexError, OSError):  # no more names; a worker that is gone
+                while True:
+                    worker.stdin.write(waiting.pop() + "\n")
+                    worker.stdin.flush()
+                    worker.stdout.readline()
 
-    with one_at_a_time(), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        for _ in threads.map(compiled, reversed(VARIANTS)):  # the longest first
-            pass
+    count = min(len(os.sched_getaffinity(0)), len(VARIANTS))
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(keep_busy, range(count)))
+
+
+def serve(folder: str) -> None:
+    """Compiles the variants that are named, line by line, into a folder as Triton's cache."""
+    knobs.cache.dir = folder
+    named = {variant.name: variant for variant in VARIANTS}
+    with toolchain.compiling():
+        for line in sys.stdin:
+            with contextlib.suppress(TritonError, RuntimeError):
+                _compiled(named[line.rstrip("\n")])
+            sys.stdout.write("done\n")
+            sys.stdout.flush()
 
 
 def reports() -> Iterator[tuple[Variant, Report]]:
