@@ -10,19 +10,32 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton here")
 
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from longdelta import chunk_gated_delta_rule
 from longdelta.kernels import gluon
 from longdelta.kernels.gluon import compile
 from longdelta.kernels.gluon.compile import VARIANTS, Report, Variant
-from longdelta.runtime import toolchain
+from longdelta.ops import plans, select
+from longdelta.runtime import launch, toolchain
 
 NEWEST = Path(sys.prefix) / "triton-newest"
 """Where `make` puts the newest Triton; the environment itself has the oldest."""
@@ -92,6 +105,91 @@ def test_the_newest_triton_is_the_last_that_the_backend_takes():
 def test_the_gate_leaves_the_backends_stages_what_they_are():
     """A module of a stage's name, imported late, would take the place of the stage."""
     assert all(inspect.isfunction(getattr(gluon, name)) for name in gluon.__all__)
+
+
+class Device:
+    """A Hopper GPU as Triton sees one when it looks at a launch's arguments."""
+
+    def get_current_target(self) -> GPUTarget:
+        return compile.HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def launched(monkeypatch) -> Iterator[set[str]]:
+    """The Hopper backend on this machine; what its launches would compile, and none is made."""
+    found: set[str] = set()
+
+    def compiled(src, target, options) -> SimpleNamespace:
+        found.add(key(src))
+        return SimpleNamespace()
+
+    run = JITFunction.run
+    monkeypatch.setattr(
+        JITFunction,
+        "run",
+        lambda kernel, *arguments, grid, warmup, **options: run(
+            kernel, *arguments, grid=grid, warmup=True, **options
+        ),
+    )
+    monkeypatch.setattr(triton.compiler, "compile", compiled)
+    kernels = {variant.kernel for variant in VARIANTS}
+    for kernel in kernels:
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "_stream", lambda device: 0)
+    monkeypatch.setattr(launch, "call_of", lambda compiled, rest: (lambda *words: None, False))
+    monkeypatch.setattr(launch.toolchain, "compiling", nullcontext)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(select, "_gluon_reason", lambda *problem: None)
+    monkeypatch.setattr(select, "_selected", {})
+    plans._tables.cache_clear()
+    monkeypatch.setattr(driver, "_active", Device())
+    yield found
+    for kernel in kernels:  # which keep the compiler that they found
+        kernel.compile = triton.compile
+    plans._tables.cache_clear()
+
+
+def key(source: GluonASTSource) -> str:
+    return f"{source.name} {source.hash()}"
+
+
+@pytest.mark.parametrize("save", ["light", "full"])
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize(("H", "HV"), [(16, 48), (2, 6)])
+def test_training_steps_launch_what_is_compiled_ahead(launched, save, raw, states, H, HV):
+    """Of the usual dtypes: raw gates in bfloat16, others in float32, states in float32."""
+
+    def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+
+    T, gates = 1600, torch.bfloat16 if raw else torch.float32
+    x = [leaf(1, T, heads, 128) for heads in (H, H, HV)]
+    x += [leaf(1, T, HV, dtype=gates) for _ in range(2)]
+    options = {"save": save, "backend": "gluon", "output_final_state": states}
+    if states:
+        options["initial_state"] = leaf(1, HV, 128, 128, dtype=torch.float32)
+    if raw:
+        flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+        options |= dict.fromkeys(flags, True)
+        options |= {name: leaf(HV, dtype=torch.float32) for name in ("A_log", "dt_bias")}
+    results = [y for y in chunk_gated_delta_rule(*x, **options) if y is not None]
+    torch.autograd.backward(results, [torch.zeros_like(y) for y in results])
+    assert {each.split()[0] for each in launched} >= {
+        "prepare_kernel",
+        "scan_kernel",
+        "adjoint_scan_kernel",
+        "gradients_kernel",
+    }
+    assert launched <= {key(compile.source(variant)) for variant in VARIANTS}
 
 
 def test_variants_have_names_of_their_own():

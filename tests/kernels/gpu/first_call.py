@@ -24,15 +24,20 @@ def main() -> None:
     knobs.compilation.listener = note
     torch.zeros(1, device="cuda")
     parts = {}
-    for module, name in ((compile, "ahead"), (self_test, "errors")):
 
-        def timed(*arguments, run=getattr(module, name), name=name):
+    def time_it(module, name) -> None:
+        run = getattr(module, name)
+
+        def timed(*arguments):
             start = time.perf_counter()
             result = run(*arguments)
             parts[name] = f"{time.perf_counter() - start:.1f} s"
             return result
 
         setattr(module, name, timed)
+
+    time_it(compile, "ahead")
+    time_it(self_test, "errors")
     start = time.perf_counter()
     Machine("gluon", "cuda").run(Workload(lengths=(1500, 700)), torch.bfloat16)
     torch.cuda.synchronize()

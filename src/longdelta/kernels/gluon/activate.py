@@ -77,7 +77,7 @@ def _beta(b, b_t, b_h, top, beta, t, h, i, there, ACTIVATE: gl.constexpr):
     gl.store(beta + i, x, mask=there)
 
 
-@gluon.jit(do_not_specialize=["tokens"])
+@gluon.jit(do_not_specialize=["tokens", "H", "HV", "a_t", "b_t"])
 def activate_kernel(
     q,
     k,
@@ -207,7 +207,7 @@ def _variant(name: str, NORM: bool, GATES: bool) -> Variant:
     constants = {"NORM": NORM, **raw, "ROWS": _ROWS, "GATES": _GATES, **together}
     types = dict.fromkeys(("a", "b", "q_unit", "k_unit"), "*bf16")
     types |= dict.fromkeys(("A_log", "dt_bias"), "*fp32") | {"tokens": "i32", "top": "fp32"}
-    types |= dict.fromkeys(("q_t", "q_h", "a_t", "b_t"), "i32:16")
+    types |= dict.fromkeys(("a_t", "b_t"), "i32") | dict.fromkeys(("q_t", "q_h"), "i32:16")
     return Variant(name, activate_kernel, 0, constants, types=types)
 
 

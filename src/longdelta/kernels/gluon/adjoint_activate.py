@@ -92,7 +92,7 @@ def _adjoint_beta(raw, top, dbeta, db, cells, ACTIVATE: gl.constexpr):
     gl.store(db + at, c.to(db.dtype.element_ty), mask=there)
 
 
-@gluon.jit(do_not_specialize=["tokens", "used"])
+@gluon.jit(do_not_specialize=["tokens", "used", "H", "HV", "a_t", "b_t"])
 def adjoint_activate_kernel(
     q,
     k,
@@ -165,7 +165,7 @@ def adjoint_activate_kernel(
                 _adjoint_beta(raw, top, dbeta, db, cells, SIGMOID)
 
 
-@gluon.jit(do_not_specialize=["tiles"])
+@gluon.jit(do_not_specialize=["tiles", "HV"])
 def adjoint_activate_sums_kernel(sums, dA_log, ddt_bias, tiles, HV, PARTS: gl.constexpr):
     """First those of dA_log, then, with as many programs again, those of ddt_bias."""
     follow()
@@ -284,7 +284,7 @@ def _variant(name: str, NORM: bool, GATES: bool) -> Variant:
     types |= dict.fromkeys(("A_log", "dt_bias", "dq_unit", "dk_unit"), "*fp32")
     types |= dict.fromkeys(("dg", "dbeta", "sums"), "*fp32") | {"top": "fp32"}
     types |= dict.fromkeys(("tokens", "used"), "i32")
-    types |= dict.fromkeys(("q_t", "q_h", "a_t", "b_t"), "i32:16")
+    types |= dict.fromkeys(("a_t", "b_t"), "i32") | dict.fromkeys(("q_t", "q_h"), "i32:16")
     return Variant(name, adjoint_activate_kernel, 0, constants, types=types, spills=0)
 
 

@@ -398,12 +398,13 @@ def adjoint_scan(
     )
 
 
-def _variant(name: str, V_FIRST: bool = False) -> Variant:
-    constants = {"INITIAL": True, "FINAL": True, "V_FIRST": V_FIRST, "STAGES": _STAGES}
+def _variant(name: str, STATES: bool = True, V_FIRST: bool = False) -> Variant:
+    constants = {"INITIAL": STATES, "FINAL": STATES, "V_FIRST": V_FIRST, "STAGES": _STAGES}
     return Variant(name, adjoint_scan_kernel, 56, constants)
 
 
 VARIANTS = (
     _variant("adjoint_scan"),
     _variant("adjoint_scan, value first", V_FIRST=True),
+    _variant("adjoint_scan, no states", STATES=False),
 )

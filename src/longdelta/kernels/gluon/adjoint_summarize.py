@@ -319,11 +319,12 @@ def adjoint_summarize(
     )
 
 
-VARIANTS = (
+VARIANTS = tuple(
     Variant(
-        "adjoint_summarize",
+        name,
         adjoint_summarize_kernel,
         48,
-        {"FINAL": True, "V_FIRST": False, "STAGES": _STAGES, "X_STAGES": _X_STAGES},
-    ),
+        {"FINAL": states, "V_FIRST": False, "STAGES": _STAGES, "X_STAGES": _X_STAGES},
+    )
+    for name, states in (("adjoint_summarize", True), ("adjoint_summarize, no states", False))
 )

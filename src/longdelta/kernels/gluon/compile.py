@@ -42,6 +42,8 @@ from longdelta.runtime.launch import OPTIONS
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
 """What a program can have."""
+_WORKERS = 8
+"""Processes that compile ahead; each takes a few hundred MB, and each rank may have its own."""
 FORWARD: tuple[Variant, ...] = (*ACTIVATE, *PREPARE, *SUMMARIZE, *FOLD, *SCAN)
 BACKWARD: tuple[Variant, ...] = (
     *ADJOINT_SUMMARIZE,
@@ -174,7 +176,7 @@ def ahead() -> None:
                     worker.stdin.flush()
                     worker.stdout.readline()
 
-    count = min(len(os.sched_getaffinity(0)), len(VARIANTS))
+    count = min(len(os.sched_getaffinity(0)), _WORKERS)
     with ThreadPoolExecutor(count) as threads:
         list(threads.map(keep_busy, range(count)))
 

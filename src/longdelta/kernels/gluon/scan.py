@@ -440,10 +440,19 @@ def scan(
     )
 
 
-def _variant(name: str, products: int, OUT: bool, TAPES: bool, V_FIRST: bool = False) -> Variant:
-    flags = {"INITIAL": True, "FINAL": True, "V_FIRST": V_FIRST, "OUT": OUT, "TAPES": TAPES}
+def _variant(
+    name: str,
+    products: int,
+    OUT: bool,
+    TAPES: bool,
+    STATES: bool = True,
+    V_FIRST: bool = False,
+    spills: int = 16,
+) -> Variant:
+    flags = {"INITIAL": STATES, "FINAL": STATES and OUT, "V_FIRST": V_FIRST}
+    flags |= {"OUT": OUT, "TAPES": TAPES}
     constants = flags | {"STAGES": 2 if OUT and TAPES else 3}
-    return Variant(name, scan_kernel, products, constants)
+    return Variant(name, scan_kernel, products, constants, spills=spills)
 
 
 VARIANTS = (
@@ -451,4 +460,8 @@ VARIANTS = (
     _variant("scan, value first", 64, OUT=True, TAPES=False, V_FIRST=True),
     _variant("scan, tapes alone", 32, OUT=False, TAPES=True),
     _variant("scan, both", 64, OUT=True, TAPES=True),
+    _variant("scan, no states", 64, OUT=True, TAPES=False, STATES=False),
+    _variant("scan, tapes alone, no states", 32, OUT=False, TAPES=True, STATES=False),
+    # Under Triton 3.9; 8 under 3.6.
+    _variant("scan, both, no states", 64, OUT=True, TAPES=True, STATES=False, spills=20),
 )

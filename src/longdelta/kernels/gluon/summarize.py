@@ -312,11 +312,12 @@ def summarize(
     )
 
 
-VARIANTS = (
+VARIANTS = tuple(
     Variant(
-        "summarize",
+        name,
         summarize_kernel,
         28,
-        {"INITIAL": True, "V_FIRST": False, "STAGES": _STAGES, "X_STAGES": _X_STAGES},
-    ),
+        {"INITIAL": states, "V_FIRST": False, "STAGES": _STAGES, "X_STAGES": _X_STAGES},
+    )
+    for name, states in (("summarize", True), ("summarize, no states", False))
 )
