@@ -71,7 +71,8 @@ def segment_chunks(document_tokens: int, HV: int | None, packed_tokens: int | No
 
     The shortest power of two with chunks x HV <= WALKS_AT_ONCE x length, so that the walks fill a
     device about once: those of the one document, or in the fast mode of all; that mode leaves whole
-    what would not outlast a balanced device by a quarter. docs/log.md, 2026-11-30, segment lengths.
+    what would not outlast a balanced device by a quarter. At least 8 chunks, 16 beyond 64 chunks or
+    (deterministic) from 16 heads on, 32 beyond 128. docs/log.md, 2026-11-30, segment lengths.
 
     >>> [segment_chunks(64 * chunks, HV=6) for chunks in (8, 100, 300, 1000, 9000)]
     [8, 16, 32, 64, 128]
