@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longdelta import gdn_forward
+from longdelta import bytes_needed, gdn_forward
 from longdelta.kernels import eager
 from longdelta.ops import saved as saved_module
 from longdelta.ops.saved import Sizes
@@ -22,11 +22,23 @@ def test_the_saved_tensor_has_the_bytes_that_the_plan_states(save, dtype):
     x = WORK.inputs(dtype)
     packed = (x.q, x.k, x.v, x.g, x.beta)
     found = gdn_forward(*packed, cu_seqlens=x.cu_seqlens, save=save).saved.tensor
-    stated = saved_bytes(
-        save, T=WORK.rows, N=len(WORK.lengths), dtype=str(dtype).removeprefix("torch."), **DIMS
-    )
+    name = str(dtype).removeprefix("torch.")
+    stated = saved_bytes(save, Counts.of(walk(WORK.offsets, WORK.HV)), dtype=name, **DIMS)
     assert found.numel() * found.element_size() == stated
     assert (stated == 0) == (save == "none")
+
+
+@pytest.mark.parametrize("save", ["light", "full"])
+def test_short_documents_keep_no_room_for_borders_outside_of_a_compiled_graph(save):
+    work = Workload(lengths=(64,) * 9, H=2, HV=4, K=16, V=16, tail=0)
+    x = work.inputs(torch.float32)
+    packed = (x.q, x.k, x.v, x.g, x.beta)
+    found = gdn_forward(*packed, cu_seqlens=x.cu_seqlens, save=save).saved.tensor
+    heads = {"num_heads": 2, "num_v_heads": 4, "head_k_dim": 16, "head_v_dim": 16}
+    about = heads | {"dtype": "float32", "save": save}
+    assert found.numel() == bytes_needed(work.offsets, **about).saved
+    assert found.numel() < bytes_needed(work.offsets, **about, compiled=True).saved
+    assert (found.numel() == 0) == (save == "light")
 
 
 @pytest.fixture

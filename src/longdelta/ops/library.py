@@ -3,8 +3,8 @@ every exchange lie inside one of them.
 
 The plan enters as the offsets tensor itself, or as the handle of a context: neither content ever
 specialises a compiled graph, and plans.py turns offsets into tables at run time. The saved set is
-one flat tensor of bytes whose size follows from (T, N, HV) alone (plan/tensors.py, Note
-[Capacity]).
+one flat tensor of bytes whose size follows from (T, N, HV) alone, where the operator is called
+(plan/tensors.py, Note [Capacity]).
 
 Note [Autograd]: `torch.library.register_autograd` registers what `_autograd` does, but every call
 then also goes through the schema's arguments, in a time that grows with the square of their number:
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from longdelta.ops.handles import held_by
 from longdelta.ops.plans import tables_of
 from longdelta.ops.saved import compute_dtype, dtype_name
 from longdelta.ops.select import selected, stages
-from longdelta.plan.tensors import saved_bytes
+from longdelta.plan.tensors import Counts, capacity, saved_bytes
 from longdelta.runtime.launch import Scope
 
 _INPUTS = (
@@ -104,26 +104,22 @@ class Inputs(NamedTuple):
         offsets = self.cu_seqlens_cpu if self.cu_seqlens is None else self.cu_seqlens
         return self.q.shape[0] if offsets is None else offsets.shape[0] - 1
 
-    def new_outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """o, final_state and saved, unwritten; final_state is empty where nobody asked for it."""
+    def new_outputs(self, counts: Counts | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """o, final_state and saved, unwritten; final_state is empty where nobody asked for it.
+
+        counts: of the packing; None: of the worst one (plan/tensors.py, Note [Capacity]).
+        """
         B, T = self.v.shape[:2]
         # int: heads and dims decide the backend and the plan, so a compiled graph is for its own.
         HV, V, K = int(self.v.shape[2]), int(self.v.shape[3]), int(self.k.shape[3])
         dtype = compute_dtype(self.q.dtype)
         shape = [self.final_rows, HV, *((V, K) if self.state_v_first else (K, V))]
         name = selected(self.q.device, self.q.dtype, K, V, self.backend)
-        rows, N = B * T, self.documents
-        traced = not type(rows) is type(N) is int
+        edges = 0 if self.context is None else self.context.shape[0] - 1
+        most = counts or capacity(B * T, self.documents, HV, edges)
+        traced = type(most.chunks) is not int
         size = (saved_bytes if traced else _known_bytes)(
-            self.save,
-            T=rows,
-            N=N,
-            HV=HV,
-            K=K,
-            V=V,
-            dtype=dtype_name(self.q.dtype),
-            backend=name,
-            edges=0 if self.context is None else self.context.shape[0] - 1,
+            self.save, most, HV=HV, K=K, V=V, dtype=dtype_name(self.q.dtype), backend=name
         )
         device = self.q.device
         o = torch.empty(self.v.shape, dtype=self.v.dtype, device=device)
@@ -197,7 +193,8 @@ def _without_autocast(q: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
 
 
-def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_impl(*arguments: Any, exact: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """exact: the saved set is as large as this packing needs; the operator's is of known size."""
     inputs = Inputs(*arguments)
     refuse_forward_mode(*inputs.by_gradient)
     machine = inputs.machine()
@@ -214,16 +211,15 @@ def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         )
 
     tables = machine.tables
+    make = partial(inputs.new_outputs, Counts.of(tables.walk) if exact else None)
     with _without_autocast(inputs.q), Scope("forward", inputs.q.device, tables) as scope:
         # Exchanges between ranks are no launches, and the eager backend makes none.
         if machine.name == "eager" or inputs.context is not None or inputs.recompute is not None:
-            o, final_state, saved = inputs.new_outputs()
+            o, final_state, saved = make()
             body(o, final_state, saved)
         else:
-            options, given = arguments[_TENSORS:], inputs.by_gradient
-            o, final_state, saved = tables.recordings.run(
-                scope, options, given, inputs.new_outputs, body
-            )
+            options, given = (exact, *arguments[_TENSORS:]), inputs.by_gradient
+            o, final_state, saved = tables.recordings.run(scope, options, given, make, body)
     return o, final_state, saved
 
 
@@ -328,7 +324,7 @@ def call(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.longdelta.forward(*inputs)
         return found
     with _NAMED("longdelta::forward"), torch._C._AutoDispatchBelowAutograd():
-        output = _forward_impl(*inputs)
+        output = _forward_impl(*inputs, exact=True)
     return _differentiable(output, inputs)
 
 

@@ -178,8 +178,7 @@ def _problem(device: torch.device) -> tuple[Operands, Cotangents]:
 def _run(machine: Machine, operands: Operands, cotangents: Cotangents) -> dict[str, Tensor]:
     """A forward and a backward, every buffer full of NaN before."""
     sizes = operands.sizes(machine.tables, machine.name)
-    T, N = _OFFSETS[-1], len(_OFFSETS) - 1
-    size = saved_bytes("light", T=T, N=N, HV=_HV, K=_D, V=_D, backend=machine.name)
+    size = saved_bytes("light", sizes.counts, HV=_HV, K=_D, V=_D, backend=machine.name)
     saved = torch.full((size,), 255, dtype=torch.uint8, device=operands.q.device)
     o = torch.full_like(operands.v, float("nan"))
     assert operands.initial_state is not None

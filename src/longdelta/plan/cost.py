@@ -23,6 +23,7 @@ from longdelta.plan.tensors import (
     ACTIVATED,
     SAVE_MODES,
     Counts,
+    capacity,
     itemsize,
     saved_bytes,
     workspace_bytes,
@@ -51,7 +52,9 @@ class Bytes:
     """Bytes that one rank needs for one layer.
 
     Attributes:
-        saved: kept from the forward to the backward, besides the inputs.
+        saved: kept from the forward to the backward, besides the inputs; in a graph of
+            `torch.compile`, which does not know where documents start, as much as for the worst
+            packing of as many rows and documents.
         workspace_forward, workspace_backward: stage tensors that live only during a pass.
         collectives: every collective of both directions, in the order of the calls; equal names and
             steps on every rank.
@@ -91,6 +94,7 @@ def bytes_needed(
     deterministic: bool = True,
     conv1d_kernel_size: int | None = None,
     conv_channels: int | None = None,
+    compiled: bool = False,
 ) -> Bytes:
     """Bytes that a call needs on one rank besides its inputs and outputs: exact integers.
 
@@ -110,6 +114,7 @@ def bytes_needed(
             document has fragments on three ranks or more.
         conv1d_kernel_size: rows that the short convolution reads; None: no convolution.
         conv_channels: its channels, by default those of q, k and v: 2 H K + HV V.
+        compiled: the call is part of a graph of `torch.compile`.
 
     Raises:
         InvalidInput: an argument is out of range.
@@ -162,6 +167,7 @@ def bytes_needed(
         deterministic=deterministic,
         conv1d_kernel_size=kernel_size,
         conv_channels=channels,
+        compiled=compiled,
     )
 
 
@@ -177,6 +183,7 @@ def rank_bytes(
     deterministic: bool = True,
     conv1d_kernel_size: int | None = None,
     conv_channels: int | None = None,
+    compiled: bool = False,
 ) -> Bytes:
     """`bytes_needed` of one rank of a partition, whose exchanges are planned once for all ranks.
 
@@ -196,15 +203,10 @@ def rank_bytes(
         H=heads.H,
         **sizes,
     )
-    saved = saved_bytes(
-        save,
-        T=held.local_rows(rank),
-        N=len(held.fragments[rank]),
-        dtype=dtype,
-        backend=backend,
-        edges=held.edges(rank),
-        **sizes,
-    )
+    if compiled:
+        rows, fragments = held.local_rows(rank), len(held.fragments[rank])
+        counts = capacity(rows, fragments, heads.HV, held.edges(rank))
+    saved = saved_bytes(save, counts, dtype=dtype, backend=backend, **sizes)
     exchange = [
         state_collectives(held, rank, heads, deterministic, direction, itemsize("S_border", dtype))
         for direction in DIRECTIONS

@@ -1,8 +1,9 @@
 """What every tensor between the stages measures, and what each save mode keeps.
 
-Note [Capacity]: a compiled graph knows T, N and HV, not where documents start, so the saved set is
-one flat tensor of the bytes that the worst packing of (T, N, HV) needs. `layout` places the tensors
-of the packing at hand inside it, one after another.
+Note [Capacity]: the saved set is one flat tensor of bytes; `layout` places the tensors of the
+packing at hand inside it, one after another. A compiled graph knows T, N and HV, not where
+documents start: there it has the bytes that the worst packing of (T, N, HV) needs, elsewhere those
+of its own.
 """
 
 from __future__ import annotations
@@ -181,24 +182,21 @@ def layout(
 
 def saved_bytes(
     save: str,
+    counts: Counts,
     *,
-    T: int,
-    N: int,
     HV: int,
     K: int,
     V: int,
     dtype: str = "bfloat16",
     backend: str = "eager",
-    edges: int = 0,
 ) -> int:
-    """Bytes of the flat saved tensor: Note [Capacity].
+    """Bytes of the flat saved tensor. counts: exact, or, in a compiled graph, `capacity`.
 
-    >>> saved_bytes("none", T=4096, N=3, HV=6, K=128, V=128)
+    >>> saved_bytes("none", Counts(67, 8, 8), HV=6, K=128, V=128)
     0
-    >>> saved_bytes("light", T=4096, N=3, HV=6, K=128, V=128) - 2 * 8 * 6 * 128 * 128 * 4
+    >>> saved_bytes("light", Counts(67, 8, 8), HV=6, K=128, V=128) - 2 * 8 * 6 * 128 * 128 * 4
     256
     """
-    counts = capacity(T, N, HV, edges)
     return layout(KEPT[save], counts, HV=HV, K=K, V=V, dtype=dtype, backend=backend)[1]
 
 
