@@ -34,7 +34,7 @@ from longdelta import chunk_gated_delta_rule
 from longdelta.kernels import gluon
 from longdelta.kernels.gluon import compile
 from longdelta.kernels.gluon.compile import VARIANTS, Report, Variant
-from longdelta.ops import plans, select
+from longdelta.ops import library, plans, select
 from longdelta.runtime import launch, toolchain
 
 NEWEST = Path(sys.prefix) / "triton-newest"
@@ -149,6 +149,7 @@ def launched(monkeypatch) -> Iterator[set[str]]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(select, "_gluon_reason", lambda *problem: None)
     monkeypatch.setattr(select, "_selected", {})
+    monkeypatch.setattr(library, "require_backward", lambda device: None)
     plans._tables.cache_clear()
     monkeypatch.setattr(driver, "_active", Device())
     yield found
@@ -190,6 +191,34 @@ def test_training_steps_launch_what_is_compiled_ahead(launched, save, raw, state
         "gradients_kernel",
     }
     assert launched <= {key(compile.source(variant)) for variant in VARIANTS}
+
+
+SMALL = tuple(variant for variant in VARIANTS if variant.name.startswith("activate"))
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path) -> Path:
+    """A cache of its own, and few kernels to compile into it."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(compile, "_started", [])
+    monkeypatch.setattr(compile, "FORWARD", SMALL[:2])
+    monkeypatch.setattr(compile, "BACKWARD", SMALL[2:])
+    return tmp_path
+
+
+def test_what_is_compiled_ahead_is_found_in_the_cache(small):
+    for part in ("forward", "backward", "forward"):
+        compile.ahead(part)
+    assert len(list(small.glob("*/*.cubin"))) == len(SMALL)
+    assert len(compile._started) == 1
+
+
+@pytest.mark.parametrize("executable", ["/bin/false", "/no/such/python", ""])
+def test_nobody_waits_for_compilers_that_do_not_run(small, monkeypatch, executable):
+    monkeypatch.setattr(sys, "executable", executable)
+    compile.ahead("forward")
+    compile.ahead("backward")
+    assert not list(small.iterdir())
 
 
 def test_variants_have_names_of_their_own():

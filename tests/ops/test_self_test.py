@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from longdelta.errors import UnsupportedProblem
 from longdelta.kernels import eager
 from longdelta.kernels.stages import Backend
 from longdelta.ops import self_test
@@ -28,13 +29,22 @@ def broken(stage: str, output: str, factor: float) -> Backend:
     return SimpleNamespace(**{**stages, stage: wrong})
 
 
+PARTS = pytest.mark.parametrize("part", self_test.COMPARED)
+
+
 def judged(backend: Backend) -> str | None:
-    return self_test.judged(lambda: self_test.errors("eager", backend, CPU))
+    """What the first part that finds anything says."""
+    found = (
+        self_test.judged(lambda part=part: self_test.errors("eager", backend, CPU, part))
+        for part in self_test.COMPARED
+    )
+    return next(filter(None, found), None)
 
 
-def test_errors_of_the_reference_itself_are_zero():
-    errors = self_test.errors("eager", eager, CPU)
-    assert tuple(errors) == self_test.COMPARED
+@PARTS
+def test_errors_of_the_reference_itself_are_zero(part):
+    errors = self_test.errors("eager", eager, CPU, part)
+    assert tuple(errors) == self_test.COMPARED[part]
     assert not any(errors.values())
 
 
@@ -93,7 +103,7 @@ def test_it_runs_outside_of_whatever_the_caller_is_inside_of():
         assert not torch.is_inference_mode_enabled()
         assert not torch.is_autocast_enabled("cpu")
         assert type(torch.zeros(1)) is torch.Tensor
-        return self_test.errors("eager", eager, CPU)
+        return self_test.errors("eager", eager, CPU, "backward")
 
     fake = torch._subclasses.FakeTensorMode()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), fake:
@@ -167,6 +177,24 @@ def test_a_failure_names_the_toolchain_and_the_ways_out_and_is_tried_again_by_th
     assert gpu.runs == 2
 
 
+def test_the_backward_is_tested_at_the_first_backward_and_raises_where_it_fails(gpu):
+    assert self_test.fault(CPU) is None
+    assert gpu.runs == 1
+    gpu.result = "relative errors of dq 3.0e-01"
+    with pytest.raises(UnsupportedProblem, match=r"the backward of gluon failed its self-test.*dq"):
+        self_test.require_backward(CPU)
+    assert self_test.fault(CPU) is None
+    assert gpu.runs == 2
+
+
+def test_a_backward_that_passed_is_not_tested_again(gpu, monkeypatch):
+    self_test.require_backward(CPU)
+    self_test.require_backward(CPU)
+    next_process(monkeypatch)
+    self_test.require_backward(CPU)
+    assert gpu.runs == 1
+
+
 @pytest.mark.parametrize("what", ["gpu", "ptxas", "kernels"])
 def test_another_gpu_toolchain_or_text_of_the_kernels_is_tested_anew(gpu, monkeypatch, what):
     self_test.fault(CPU)
@@ -222,11 +250,12 @@ def test_a_capture_is_left_alone_and_the_next_call_tests(gpu):
     assert gpu.runs == 1
 
 
+@PARTS
 @pytest.mark.gpu
-def test_the_hopper_kernels_pass_on_this_machine():
+def test_the_hopper_kernels_pass_on_this_machine(part):
     """Here, because support() turns a failure into another backend, and other tests are skipped."""
     gpu = torch.device("cuda", 0)
     if torch.cuda.get_device_capability(gpu) != (9, 0):
         pytest.skip("not a Hopper GPU")
     gluon = stages("gluon")
-    assert self_test.judged(lambda: self_test.errors("gluon", gluon, gpu)) is None
+    assert self_test.judged(lambda: self_test.errors("gluon", gluon, gpu, part)) is None

@@ -38,6 +38,7 @@ from longdelta.ops.handles import held_by
 from longdelta.ops.plans import tables_of
 from longdelta.ops.saved import compute_dtype, dtype_name
 from longdelta.ops.select import selected, stages
+from longdelta.ops.self_test import require_backward
 from longdelta.plan.tensors import Counts, capacity, saved_bytes
 from longdelta.runtime.launch import Scope
 
@@ -228,10 +229,12 @@ def _backward_impl(
 ) -> list[Tensor]:
     inputs = Inputs(*arguments)
     refuse_forward_mode(do, d_final_state, *inputs.by_gradient)
+    machine = inputs.machine()
+    if machine.name == "gluon":
+        require_backward(inputs.q.device)
     cotangents = _backward.Cotangents(
         do=None if do is None else do.flatten(0, 1), d_final_state=inputs.k_first(d_final_state)
     )
-    machine = inputs.machine()
 
     def body(
         dq: Tensor,

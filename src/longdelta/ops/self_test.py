@@ -1,11 +1,12 @@
 """The Hopper kernels against the eager stages, once per GPU and toolchain, before they are used.
 
 Note [Self-test]: a compiler can be wrong where our tests did not run (runtime/toolchain.py, Note
-[ptxas]). So the first use in a process runs a small problem through every stage of both backends. A
-pass is kept on disk, in Triton's cache, under the GPU, the versions and the kernels' text; a
-failure is not, and the next process tries again. All kernels are compiled before it. It runs in a
-thread of its own, where no tracing, autocast, inference mode or transform of the caller reaches it.
-A first call inside the capture of a CUDA graph, which allows no test, goes untested.
+[ptxas]). So the first forward in a process runs a small problem through the forward of both
+backends, the first backward through both of both; each waits for its kernels to be compiled. A pass
+is kept on disk, in Triton's cache, under the GPU, the versions and the kernels' text; a failure is
+not, and the next process tries again. It runs in a thread of its own, where no tracing, autocast,
+inference mode or transform of the caller reaches it. A first call inside the capture of a CUDA
+graph, which allows no test, goes untested.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from longdelta.errors import UnsupportedProblem
 from longdelta.kernels import eager
 from longdelta.kernels.stages import Activation, Backend, Tables
 from longdelta.ops.backward import Cotangents, Gradients, backward
@@ -36,37 +38,48 @@ OPT_OUT = "LONGDELTA_SELF_TEST"
 """Environment variable: 0 leaves the test out."""
 BUDGET = 5e-2
 """Relative L2 error. Right kernels stay below 8e-3; what a compiler breaks is far off, or NaN."""
-_GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state", "dA_log", "ddt_bias")
-COMPARED = ("S_border", "M", "o", "final_state", *_GRADIENTS)
+COMPARED = {
+    "forward": ("S_border", "M", "o", "final_state"),
+    "backward": ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state", "dA_log", "ddt_bias"),
+}
+"""Of each part, what is compared."""
 _OFFSETS = (0, 1100, 1100, 1170)
 """Three segments, a ragged tail, a document without tokens."""
 _H, _HV, _D = 2, 6, 128
 
-_faults: dict[torch.device, str | None] = {}
+_faults: dict[tuple[torch.device, str], str | None] = {}
 _one_at_a_time = threading.Lock()
 
 
-def fault(device: torch.device) -> str | None:
-    """Why the Hopper kernels are not to be used on this GPU; None where they are."""
-    if device not in _faults:
+def fault(device: torch.device, part: str = "forward") -> str | None:
+    """Why the Hopper kernels of a part are not to be used on this GPU; None where they are."""
+    if (device, part) not in _faults:
         # The only environment variable: whoever is locked out by a test may not own the code.
         if os.getenv(OPT_OUT) == "0":  # noqa: TID251
-            _faults[device] = None
+            _faults[device, part] = None
         elif torch.cuda.is_current_stream_capturing():
             return None
         else:
             with _one_at_a_time:
-                if device not in _faults:
-                    _faults[device] = _remembered(device)
-    return _faults[device]
+                if (device, part) not in _faults:
+                    _faults[device, part] = _remembered(device, part)
+    return _faults[device, part]
 
 
 def is_settled(device: torch.device) -> bool:
-    """Whether `fault` knows; not after a call inside a capture alone."""
-    return device.type != "cuda" or device in _faults
+    """Whether `fault` knows of the forward; not after a call inside a capture alone."""
+    return device.type != "cuda" or (device, "forward") in _faults
 
 
-def _remembered(device: torch.device) -> str | None:
+def require_backward(device: torch.device) -> None:
+    """Raises where the backward's kernels are not to be used: the forward has run, so that no other
+    backend can take over."""
+    reason = fault(device, "backward")
+    if reason is not None:
+        raise UnsupportedProblem(f"the backward of gluon {reason}. Or use backend='eager'")
+
+
+def _remembered(device: torch.device, part: str) -> str | None:
     """The test's result, from disk where it has passed before."""
     what = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__}
     try:
@@ -74,7 +87,7 @@ def _remembered(device: torch.device) -> str | None:
     except OSError as error:
         return f"needs a ptxas that runs; asked for its version, it gave {error}"
     key = hashlib.sha256(json.dumps([what, _text_of_package()]).encode()).hexdigest()
-    passed = toolchain.cache_folder() / f"longdelta-self-test-{key[:16]}.json"
+    passed = toolchain.cache_folder() / f"longdelta-self-test-{key[:16]}-{part}.json"
     with suppress(OSError):  # Where the folder cannot be read, every process tests.
         if passed.exists():
             return None
@@ -82,9 +95,9 @@ def _remembered(device: torch.device) -> str | None:
     from longdelta.kernels.gluon.compile import ahead
 
     def test() -> dict[str, float]:
-        ahead()
+        ahead(part)
         with torch.cuda.device(device), _deterministic_or_not():
-            return errors("gluon", cast(Backend, gluon), device)
+            return errors("gluon", cast(Backend, gluon), device, part)
 
     found = judged(test)
     if found is not None:
@@ -135,16 +148,20 @@ def judged(test: Callable[[], dict[str, float]]) -> str | None:
     return f"relative errors of {', '.join(wrong)}" if wrong else None
 
 
-def errors(name: str, backend: Backend, device: torch.device) -> dict[str, float]:
-    """Relative L2 error of outputs, states at borders and gradients against the eager backend's.
+def errors(name: str, backend: Backend, device: torch.device, part: str) -> dict[str, float]:
+    """Relative L2 errors against the eager backend's of outputs and states at borders, or of the
+    gradients.
 
     name: of the backend, for the dtypes of the tensors between its stages.
     """
     operands, cotangents = _problem(device)
     tables = Tables(walk(_OFFSETS, _HV), operands.q.device)
-    reference = _run(Machine("eager", eager, tables, Segments()), operands, cotangents)
-    ours = _run(Machine(name, backend, tables, Segments()), operands, cotangents)
-    return {n: _relative(ours[n].double(), reference[n].double()) for n in COMPARED}
+    machines = (
+        Machine("eager", eager, tables, Segments()),
+        Machine(name, backend, tables, Segments()),
+    )
+    reference, ours = (_run(machine, operands, cotangents, part) for machine in machines)
+    return {n: _relative(ours[n].double(), reference[n].double()) for n in COMPARED[part]}
 
 
 def _relative(x: Tensor, reference: Tensor) -> float:
@@ -175,8 +192,10 @@ def _problem(device: torch.device) -> tuple[Operands, Cotangents]:
     return operands, Cotangents(normal(T, _HV, _D, dtype=half), normal(N, _HV, _D, _D))
 
 
-def _run(machine: Machine, operands: Operands, cotangents: Cotangents) -> dict[str, Tensor]:
-    """A forward and a backward, every buffer full of NaN before."""
+def _run(
+    machine: Machine, operands: Operands, cotangents: Cotangents, part: str
+) -> dict[str, Tensor]:
+    """A forward, and a backward where that is asked for; every buffer is full of NaN before."""
     sizes = operands.sizes(machine.tables, machine.name)
     size = saved_bytes("light", sizes.counts, HV=_HV, K=_D, V=_D, backend=machine.name)
     saved = torch.full((size,), 255, dtype=torch.uint8, device=operands.q.device)
@@ -184,10 +203,11 @@ def _run(machine: Machine, operands: Operands, cotangents: Cotangents) -> dict[s
     assert operands.initial_state is not None
     final_state = torch.full_like(operands.initial_state, float("nan"))
     forward(operands, machine, save="light", saved=saved, o=o, final_state=final_state)
-    kept = {name: x.clone() for name, x in sizes.views(KEPT["light"], saved).items()}
+    if part == "forward":
+        return sizes.views(KEPT["light"], saved) | {"o": o, "final_state": final_state}
     x = operands
     raw = (x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.A_log, x.dt_bias)
     places = [torch.full_like(y, float("nan")) for y in raw if y is not None]
-    found = Gradients(**dict(zip(_GRADIENTS, places, strict=True)))
+    found = Gradients(**dict(zip(COMPARED["backward"], places, strict=True)))
     backward(operands, cotangents, machine, save="light", saved=saved, found=found)
-    return kept | {"o": o, "final_state": final_state} | vars(found)
+    return vars(found)

@@ -14,9 +14,9 @@ import re
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -152,33 +152,75 @@ def report(variant: Variant) -> Report:
     )
 
 
-def ahead() -> None:
-    """Leaves every variant in Triton's cache, where launches then find it.
+class _Ahead:
+    """Variants on their way into Triton's cache, in processes side by side, the forward's first.
 
-    In processes side by side: one after another, as they are launched, they take half a minute, and
-    threads of one process hold each other up (docs/log.md, 2026-11-30, the first call). What fails
-    here is left to its launch, which says why.
+    One after another, as they are launched, they take half a minute, and threads of one process
+    hold each other up (decision 0018). What fails here is left to its launch, which says why.
     """
-    waiting = [v.name for v in sorted(VARIANTS, key=lambda v: v.products)]
-    start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; "
-    command = [sys.executable, "-c", f"{start}serve({str(knobs.cache.dir)!r})"]
 
-    def keep_busy(_: int) -> None:
-        pipe = subprocess.PIPE
-        with subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
-        ) as worker:
-            assert worker.stdin is not None
-            assert worker.stdout is not None
-            with contextlib.suppress(IndexError, OSError):  # no more names; a worker that is gone
-                while True:
-                    worker.stdin.write(waiting.pop() + "\n")
+    def __init__(self) -> None:
+        parts = {"backward": BACKWARD, "forward": FORWARD}
+        self._left = {part: len(variants) for part, variants in parts.items()}
+        self._waiting = [
+            (part, variant.name)
+            for part, variants in parts.items()
+            for variant in sorted(variants, key=lambda v: v.products)
+        ]
+        self._changed = threading.Condition()
+        for _ in range(min(len(os.sched_getaffinity(0)), _WORKERS)):
+            threading.Thread(target=self._keep_busy, daemon=True).start()
+
+    def wait(self, part: str) -> None:
+        """Until all of a part is there, or will not be."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left[part])
+
+    def _keep_busy(self) -> None:
+        worker = _worker()
+        while self._waiting:
+            try:
+                part, name = self._waiting.pop()
+            except IndexError:  # another thread took the last one
+                break
+            if worker is not None:
+                with contextlib.suppress(OSError):  # it is gone
+                    worker.stdin.write(name + "\n")
                     worker.stdin.flush()
                     worker.stdout.readline()
+            with self._changed:
+                self._left[part] -= 1
+                self._changed.notify_all()
+        if worker is not None:
+            worker.communicate()
 
-    count = min(len(os.sched_getaffinity(0)), _WORKERS)
-    with ThreadPoolExecutor(count) as threads:
-        list(threads.map(keep_busy, range(count)))
+
+def _worker() -> Any:
+    """A process that compiles what it is told, with the modules of this one, if one can be had."""
+    if not sys.executable or getattr(sys, "frozen", False):
+        return None
+    start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; "
+    pipe = subprocess.PIPE
+    with contextlib.suppress(OSError):
+        return subprocess.Popen(
+            [sys.executable, "-c", f"{start}serve({str(knobs.cache.dir)!r})"],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    return None
+
+
+_started: list[_Ahead] = []
+
+
+def ahead(part: str) -> None:
+    """Waits until the variants of a "forward" or a "backward" are in Triton's cache, where launches
+    find them; the first call starts to compile both."""
+    if not _started:
+        _started.append(_Ahead())
+    _started[0].wait(part)
 
 
 def serve(folder: str) -> None:
