@@ -190,4 +190,5 @@ def test_results_go_into_a_folder_of_their_own_outside_a_checkout(
     monkeypatch.chdir(tmp_path)
     assert results_folder() == Path("bench-results")
     Path("benchmarks/results").mkdir(parents=True)
-    assert results_folder() == Path("benchmarks/results")
+    assert results_folder() == results_folder("single") == Path("benchmarks/results")
+    assert results_folder("smoke") == Path("bench-results")

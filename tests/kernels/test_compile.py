@@ -162,28 +162,43 @@ def key(source: GluonASTSource) -> str:
     return f"{source.name} {source.hash()}"
 
 
-@pytest.mark.parametrize("save", ["light", "full"])
-@pytest.mark.parametrize("raw", [False, True])
-@pytest.mark.parametrize("states", [False, True])
-@pytest.mark.parametrize(("H", "HV"), [(16, 48), (2, 6)])
-def test_training_steps_launch_what_is_compiled_ahead(launched, save, raw, states, H, HV):
-    """Of the usual dtypes: raw gates in bfloat16, others in float32, states in float32."""
+RAW = {
+    "ready": (),
+    "all raw": ("norm", "gate", "sigmoid"),
+    "norm": ("norm",),
+    "norm, beta in bfloat16": ("norm", "beta"),
+    "gates": ("gate", "sigmoid"),
+}
+
+
+def train(raw: tuple[str, ...], H: int, HV: int, states: bool, **options: Any) -> None:
+    """One step of the usual dtypes: raw gates in bfloat16, others and all states in float32."""
 
     def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, requires_grad=True)
 
-    T, gates = 1600, torch.bfloat16 if raw else torch.float32
+    T, half, wide = 1600, torch.bfloat16, torch.float32
     x = [leaf(1, T, heads, 128) for heads in (H, H, HV)]
-    x += [leaf(1, T, HV, dtype=gates) for _ in range(2)]
-    options = {"save": save, "backend": "gluon", "output_final_state": states}
+    x.append(leaf(1, T, HV, dtype=half if "gate" in raw else wide))
+    x.append(leaf(1, T, HV, dtype=half if {"beta", "sigmoid"} & {*raw} else wide))
+    options |= {"backend": "gluon", "output_final_state": states}
     if states:
-        options["initial_state"] = leaf(1, HV, 128, 128, dtype=torch.float32)
-    if raw:
-        flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
-        options |= dict.fromkeys(flags, True)
-        options |= {name: leaf(HV, dtype=torch.float32) for name in ("A_log", "dt_bias")}
+        options["initial_state"] = leaf(1, HV, 128, 128, dtype=wide)
+    if "norm" in raw:
+        options["use_qk_l2norm_in_kernel"] = True
+    if "gate" in raw:
+        options |= {name: leaf(HV, dtype=wide) for name in ("A_log", "dt_bias")}
+        options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
     results = [y for y in chunk_gated_delta_rule(*x, **options) if y is not None]
     torch.autograd.backward(results, [torch.zeros_like(y) for y in results])
+
+
+@pytest.mark.parametrize("save", ["light", "full"])
+@pytest.mark.parametrize("raw", RAW.values(), ids=RAW)
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize(("H", "HV"), [(16, 48), (2, 6)])
+def test_training_steps_launch_what_is_compiled_ahead(launched, save, raw, states, H, HV):
+    train(raw, H, HV, states, save=save)
     assert {each.split()[0] for each in launched} >= {
         "prepare_kernel",
         "scan_kernel",
@@ -191,6 +206,16 @@ def test_training_steps_launch_what_is_compiled_ahead(launched, save, raw, state
         "gradients_kernel",
     }
     assert launched <= {key(compile.source(variant)) for variant in VARIANTS}
+
+
+def test_every_variant_is_launched_by_some_training_step(launched):
+    for raw in RAW.values():
+        for states in (False, True):
+            train(raw, 2, 6, states, save="light")
+            train(raw, 2, 6, states, save="full")
+    train((), 2, 6, True, state_v_first=True)
+    unused = [v.name for v in VARIANTS if key(compile.source(v)) not in launched]
+    assert not unused
 
 
 SMALL = tuple(variant for variant in VARIANTS if variant.name.startswith("activate"))
@@ -213,12 +238,48 @@ def test_what_is_compiled_ahead_is_found_in_the_cache(small):
     assert len(compile._started) == 1
 
 
-@pytest.mark.parametrize("executable", ["/bin/false", "/no/such/python", ""])
+@pytest.mark.parametrize("executable", ["/bin/false", "/bin/true", "/no/such/python", "", None])
 def test_nobody_waits_for_compilers_that_do_not_run(small, monkeypatch, executable):
     monkeypatch.setattr(sys, "executable", executable)
     compile.ahead("forward")
     compile.ahead("backward")
     assert not list(small.iterdir())
+
+
+def test_what_a_dying_compiler_leaves_is_compiled_by_the_others(small, monkeypatch):
+    started, right = [], compile._worker
+
+    def worker() -> subprocess.Popen[str]:
+        started.append(sys.executable)
+        if len(started) > 1:
+            return right()
+        pipe = subprocess.PIPE
+        return subprocess.Popen(["/bin/false"], stdin=pipe, stdout=pipe, text=True)
+
+    monkeypatch.setattr(compile, "_worker", worker)
+    monkeypatch.setattr(compile, "_WORKERS", 2)
+    compile.ahead("backward")
+    compile.ahead("forward")
+    if len(started) > 1:  # on one core there is one worker
+        assert len(list(small.glob("*/*.cubin"))) == len(SMALL)
+
+
+PTX = "griddepcontrol.wait; griddepcontrol.launch_dependents; ld.global.b32 %r1, [%rd1];"
+
+
+@pytest.mark.parametrize(
+    ("ptx", "follows"),
+    [
+        (PTX, True),
+        (PTX.replace("griddepcontrol.wait;", ""), False),
+        ("ld.global.b32 %r1, [%rd1]; " + PTX, False),
+        ("cp.async.bulk.tensor.2d; " + PTX, False),
+        ("ld.param.b64 %rd1, [x]; " + PTX, True),
+        ("griddepcontrol.launch_dependents; griddepcontrol.wait; ld.global.b32;", False),
+    ],
+)
+def test_a_kernel_follows_where_it_waits_before_all_else(ptx, follows):
+    assert compile._follows(ptx) is follows
 
 
 def test_variants_have_names_of_their_own():

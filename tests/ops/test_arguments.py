@@ -158,7 +158,7 @@ def test_a_state_is_checked_against_the_number_of_documents_before_anything_runs
     [
         {"chunk_size": 32},
         {"max_length": 7, "seq_idx": None, "use_cache": False},
-        {"cu_seq_lens_q": torch.tensor([0, 6]), "max_length_q": 6},
+        {"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seqlens": torch.tensor([0, 6])},
         {"head_first": False, "transpose_state_layout": False},
         {"chunk_indices": torch.zeros(1, 2)},
         {"attention_mask": None, "use_exotic_kernel": False},
@@ -170,6 +170,12 @@ def test_keywords_of_model_code_change_nothing_and_say_nothing(extra):
         warnings.simplefilter("error")
         o, _ = chunk_gated_delta_rule(**good(), **extra)
     assert torch.equal(o, chunk_gated_delta_rule(**good())[0])
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "offsets"])
+def test_keywords_that_tell_documents_apart_need_cu_seqlens(name):
+    with pytest.raises(InvalidInput, match=f"{name} must come with cu_seqlens.*Tensor"):
+        chunk_gated_delta_rule(**good(), **{name: torch.tensor([0, 6])})
 
 
 def test_an_unknown_keyword_is_ignored_with_one_warning_that_names_it(monkeypatch):

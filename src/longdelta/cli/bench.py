@@ -41,9 +41,9 @@ LOOK: dict[str, Any] = {
 """Of the tables: narrow."""
 
 
-def results_folder() -> Path:
-    """The default folder of results."""
-    return RESULTS if RESULTS.is_dir() else Path("bench-results")
+def results_folder(suite: str = "") -> Path:
+    """The default folder of results; those of the smoke suite are not for keeps."""
+    return RESULTS if RESULTS.is_dir() and suite != "smoke" else Path("bench-results")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def bench(
     from longdelta.bench.run import Options
 
     chosen = (_names(rows), _names(arms), _names(ops), _names(modes))
-    folder = out or results_folder()
+    folder = out or results_folder(suite)
     options = Options(suite, *chosen, base, reverse, quick, folder, commit, minutes)
     try:
         code = run_bench(options)

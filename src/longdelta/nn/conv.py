@@ -272,6 +272,11 @@ def _check_documents(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tenso
     ):
         if tensor is None:
             continue
+        if not isinstance(tensor, Tensor):
+            raise InvalidInput(
+                f"{name} must be [N + 1] int32 or int64, got {type(tensor).__name__}; "
+                "torch.tensor(...) makes a tensor of a list"
+            )
         if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
             raise InvalidInput(f"{name} must be [N + 1] int32 or int64, got {_came(tensor)}")
         if tensor.shape[0] != max(1, cu_seqlens.shape[0]) or tensor.device not in devices:

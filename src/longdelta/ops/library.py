@@ -270,7 +270,7 @@ def _backward_impl(
         given = (do, d_final_state, saved, *inputs.by_gradient)
         options = ("backward", *arguments[_TENSORS:])
         make = inputs.new_gradients
-        return list(tables.recordings.run(scope, options, given, make, body, parted=saved))
+        return list(tables.recordings.run(scope, options, given, make, body, with_parts=saved))
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

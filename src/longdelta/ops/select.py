@@ -60,7 +60,7 @@ def support(
     """Which backend `chunk_gated_delta_rule` would run, and why not each of the others.
 
     Where the Hopper kernels could, a small problem runs through them first, once per GPU and
-    versions of Triton, ptxas and torch (with a call that compiles them: several seconds).
+    versions of Triton, ptxas and torch (with a call that compiles them: up to half a minute).
 
     Args:
         device: of q, k and v; default: the current GPU where there is one, else the CPU.

@@ -30,7 +30,7 @@ LONGEST_SEGMENT = 128
 _NO_SPLIT = 1 << 40
 _WHOLE = 96
 """Chunks up to which a document is not split from 32 value heads on."""
-_PACKED = 16
+_RARELY_ALONE = 16
 """Value heads from which documents of up to 64 chunks rarely come alone: segments of 8 chunks cost
 a full batch more than they can win."""
 
@@ -94,7 +94,7 @@ def segment_chunks(document_tokens: int, HV: int | None, packed_tokens: int | No
         whole = 4 * WALKS_AT_ONCE * chunks <= 5 * load
     if whole:
         return _NO_SPLIT
-    few = HV < _PACKED or packed_tokens is not None
+    few = HV < _RARELY_ALONE or packed_tokens is not None
     length = 8 if chunks <= 64 and few else 16 if chunks <= 128 else 32
     while length < LONGEST_SEGMENT and load > length * WALKS_AT_ONCE:
         length *= 2

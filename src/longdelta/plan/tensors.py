@@ -69,7 +69,7 @@ def capacity(T: int, N: int, HV: int, edges: int = 0) -> Counts:
 def shape(
     name: str, counts: Counts, HV: int, K: int, V: int, *, T: int = 0, H: int = 0
 ) -> tuple[int, ...]:
-    """Shape of a stage tensor. T, H: rows and q/k heads, which only what is ACTIVATED has.
+    """Shape of a stage tensor. T, H: rows and q/k heads, which only ACTIVATED and COTANGENTS have.
 
     q_unit, k_unit: q and k of length 1. g, beta: gate and beta as the rule takes them. dq_unit,
     dk_unit, dg, dbeta: their cotangents. gate_sums: scratch for the gradients of A_log and dt_bias.

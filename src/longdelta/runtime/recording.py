@@ -144,7 +144,7 @@ def _recording(
     launches: Sequence[tuple[Program, Sequence[Tensor | Tile]]],
     given: Sequence[Tensor | None],
     made: Sequence[Tensor],
-    parted: Tensor | None,
+    with_parts: Tensor | None,
     device: torch.device,
 ) -> Recording | None:
     """Of a body that has run; None where it cannot be told which buffer an argument lies in."""
@@ -152,7 +152,9 @@ def _recording(
     if len(exact) < sum(x is not None and x.numel() > 0 for x in given):
         return None  # the same tensor came twice; in another call two may come
     fresh = dict(enumerate((*made, *watch.spaces), start=len(given)))
-    within = fresh if parted is None else fresh | {exact.get(parted.data_ptr(), -1): parted}
+    within = (
+        fresh if with_parts is None else fresh | {exact.get(with_parts.data_ptr(), -1): with_parts}
+    )
 
     def place(x: Tensor | Tile, how: Any) -> _Place | None:
         tile = x if isinstance(x, Tile) else None
@@ -200,13 +202,13 @@ class Recordings:
         given: Sequence[Tensor | None],
         make: Callable[[], tuple[Tensor, ...]],
         body: Callable[..., None],
-        parted: Tensor | None = None,
+        with_parts: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """made = make(); body(*made) in its scope, or the launches that this would make; made.
 
         options: all that the body and its results depend on besides the plan and the tensors given,
         which it reads. make: allocates the results, which the body writes, each as a whole.
-        parted: the one of the given of which launches take parts; no other overlaps it.
+        with_parts: the one of the given of which launches take parts; no other overlaps it.
         """
         if is_fresh():
             made = make()
@@ -218,7 +220,7 @@ class Recordings:
             return known(scope, given)
         made = make()
         if known:
-            found = self._watched(scope, given, made, parted, body)
+            found = self._watched(scope, given, made, with_parts, body)
             self._known[key] = known - 1 if found is None else found
         else:
             body(*made)
@@ -233,7 +235,7 @@ class Recordings:
         scope: Scope,
         given: Sequence[Tensor | None],
         made: Sequence[Tensor],
-        parted: Tensor | None,
+        with_parts: Tensor | None,
         body: Callable[..., None],
     ) -> Recording | None:
         launches: list[tuple[Program, Sequence[Tensor | Tile]]] = []
@@ -246,4 +248,4 @@ class Recordings:
             scope.watched = None
         if not watch.only_launches:
             return None
-        return _recording(watch, launches, given, made, parted, scope.device)
+        return _recording(watch, launches, given, made, with_parts, scope.device)

@@ -201,18 +201,21 @@ def activate(
     )
 
 
-def _variant(name: str, NORM: bool, GATES: bool) -> Variant:
-    raw = dict.fromkeys(("G", "GATE", "BIAS", "BETA", "SIGMOID"), GATES)
+def _variant(name: str, NORM: bool, RAW: bool, CAST: bool = False) -> Variant:
+    """RAW: gates and betas, in bf16; else they come in fp32, but CAST for a beta in bf16."""
+    raw = dict.fromkeys(("G", "GATE", "BIAS", "SIGMOID"), RAW) | {"BETA": RAW or CAST}
     together = dict.fromkeys(("q_d", "k_d", "a_h", "b_h"), 1)
     constants = {"NORM": NORM, **raw, "ROWS": _ROWS, "GATES": _GATES, **together}
-    types = dict.fromkeys(("a", "b", "q_unit", "k_unit"), "*bf16")
+    types = dict.fromkeys(("q_unit", "k_unit"), "*bf16")
+    types |= {"a": "*bf16" if RAW else "*fp32", "b": "*bf16" if RAW or CAST else "*fp32"}
     types |= dict.fromkeys(("A_log", "dt_bias"), "*fp32") | {"tokens": "i32", "top": "fp32"}
     types |= dict.fromkeys(("a_t", "b_t"), "i32") | dict.fromkeys(("q_t", "q_h"), "i32:16")
     return Variant(name, activate_kernel, 0, constants, types=types)
 
 
 VARIANTS = (
-    _variant("activate", NORM=True, GATES=True),
-    _variant("activate, norm alone", NORM=True, GATES=False),
-    _variant("activate, gates alone", NORM=False, GATES=True),
+    _variant("activate", NORM=True, RAW=True),
+    _variant("activate, norm alone", NORM=True, RAW=False),
+    _variant("activate, norm, beta cast", NORM=True, RAW=False, CAST=True),
+    _variant("activate, gates alone", NORM=False, RAW=True),
 )

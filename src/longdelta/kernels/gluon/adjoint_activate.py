@@ -37,8 +37,8 @@ from longdelta.runtime.launch import Program, resolved
 _ROWS, _TOKENS, _PARTS = 32, plan.CHUNK, 512
 _EPS = gl.constexpr(NORM_EPS)
 HEADS = gl.constexpr(8)
-GATES = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
-"""Of tokens and value heads."""
+CELLS = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
+"""Layout of tokens and value heads."""
 
 
 @gluon.jit
@@ -147,8 +147,8 @@ def adjoint_activate_kernel(
         if block >= 0:
             across = gl.cdiv(HV, HEADS)
             tile = block // across
-            t = tile * TOKENS + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, GATES))[:, None]
-            h = (block % across) * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(0, GATES))
+            t = tile * TOKENS + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, CELLS))[:, None]
+            h = (block % across) * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(0, CELLS))
             held = h < HV
             there = (t < tokens) & held[None, :]
             known = (t < used) & held[None, :]
@@ -171,11 +171,11 @@ def adjoint_activate_sums_kernel(sums, dA_log, ddt_bias, tiles, HV, PARTS: gl.co
     follow()
     across = gl.cdiv(HV, HEADS)
     which = gl.program_id(0) // across
-    h = (gl.program_id(0) % across) * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(0, GATES))
+    h = (gl.program_id(0) % across) * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(0, CELLS))
     held = h < HV
-    i = gl.arange(0, PARTS, layout=gl.SliceLayout(1, GATES))[:, None]
+    i = gl.arange(0, PARTS, layout=gl.SliceLayout(1, CELLS))[:, None]
     at = sums + which * tiles * HV + h[None, :]
-    total = gl.zeros([PARTS, HEADS], gl.float32, GATES)
+    total = gl.zeros([PARTS, HEADS], gl.float32, CELLS)
     for first in range(0, tiles, PARTS):
         there = (first + i < tiles) & held[None, :]
         total += gl.load(at + (first + i) * HV, mask=there, other=0.0)
@@ -276,22 +276,27 @@ def adjoint_activate(
         resolved(held, _sums, HV, 1 if ddt_bias is None else 2)(sums, *outputs)
 
 
-def _variant(name: str, NORM: bool, GATES: bool) -> Variant:
-    raw = dict.fromkeys(("G", "GATE", "BIAS", "BETA", "SIGMOID"), GATES)
+def _variant(name: str, NORM: bool, RAW: bool, CAST: bool = False) -> Variant:
+    """RAW: gates and betas, in bf16; else they come in fp32, but CAST for a beta in bf16."""
+    raw = dict.fromkeys(("G", "GATE", "BIAS", "SIGMOID"), RAW) | {"BETA": RAW or CAST}
     together = dict.fromkeys(("q_d", "k_d", "a_h", "b_h"), 1)
     constants = {"NORM": NORM, **raw, "ROWS": _ROWS, "TOKENS": _TOKENS, **together}
-    types = dict.fromkeys(("a", "b", "dq", "dk", "da", "db"), "*bf16")
-    types |= dict.fromkeys(("A_log", "dt_bias", "dq_unit", "dk_unit"), "*fp32")
-    types |= dict.fromkeys(("dg", "dbeta", "sums"), "*fp32") | {"top": "fp32"}
+    types = dict.fromkeys(("dq", "dk"), "*bf16")
+    types |= dict.fromkeys(("a", "da"), "*bf16" if RAW else "*fp32")
+    types |= dict.fromkeys(("b", "db"), "*bf16" if RAW or CAST else "*fp32")
+    types |= dict.fromkeys(("dq_unit", "dk_unit"), "*fp32" if NORM else "*bf16")
+    types |= dict.fromkeys(("A_log", "dt_bias", "dg", "dbeta", "sums"), "*fp32")
+    types |= {"top": "fp32"}
     types |= dict.fromkeys(("tokens", "used"), "i32")
     types |= dict.fromkeys(("a_t", "b_t"), "i32") | dict.fromkeys(("q_t", "q_h"), "i32:16")
     return Variant(name, adjoint_activate_kernel, 0, constants, types=types, spills=0)
 
 
 VARIANTS = (
-    _variant("adjoint_activate", NORM=True, GATES=True),
-    _variant("adjoint_activate, norm alone", NORM=True, GATES=False),
-    _variant("adjoint_activate, gates alone", NORM=False, GATES=True),
+    _variant("adjoint_activate", NORM=True, RAW=True),
+    _variant("adjoint_activate, norm alone", NORM=True, RAW=False),
+    _variant("adjoint_activate, norm, beta cast", NORM=True, RAW=False, CAST=True),
+    _variant("adjoint_activate, gates alone", NORM=False, RAW=True),
     Variant(
         "adjoint_activate, sums",
         adjoint_activate_sums_kernel,

@@ -69,7 +69,7 @@ class Report:
     serialised: int = 0
     """Warnings of ptxas that it puts wgmma instructions one after another (C7510, C7512)."""
     follows: bool = False
-    """Whether it waits for the kernel before it."""
+    """Whether it waits for the kernel before it before it reads or writes anything."""
 
     def faults(self, variant: Variant) -> list[str]:
         """What is not as the variant must be."""
@@ -148,8 +148,15 @@ def report(variant: Variant) -> Report:
         code_bytes=code_bytes(made.asm["cubin"]),
         products=made.asm["ptx"].count("wgmma.mma_async"),
         serialised=len(re.findall(r"C75(?:10|12)", log)),
-        follows="griddepcontrol.wait" in made.asm["ptx"],
+        follows=_follows(made.asm["ptx"]),
     )
+
+
+def _follows(ptx: str) -> bool:
+    """Whether `follow` comes before the first access of global memory, in the text."""
+    accesses = re.search(r"\b(?:ld|st|red|atom|prefetch)\.global|\bcp\.async|\btensormap", ptx)
+    before = ptx[: accesses.start() if accesses else len(ptx)]
+    return 0 <= before.find("griddepcontrol.wait") < before.find("griddepcontrol.launch_dependents")
 
 
 class _Ahead:
@@ -168,51 +175,62 @@ class _Ahead:
             for variant in sorted(variants, key=lambda v: v.products)
         ]
         self._changed = threading.Condition()
-        for _ in range(min(len(os.sched_getaffinity(0)), _WORKERS)):
+        can = bool(sys.executable) and not getattr(sys, "frozen", False)
+        self._workers = min(len(os.sched_getaffinity(0)), _WORKERS) if can else 0
+        for _ in range(self._workers):
             threading.Thread(target=self._keep_busy, daemon=True).start()
 
     def wait(self, part: str) -> None:
-        """Until all of a part is there, or will not be."""
+        """Until all of a part is there, or nobody is left to compile it."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._left[part])
+            self._changed.wait_for(lambda: not self._left[part] or not self._workers)
+
+    def _next(self) -> tuple[str, str] | None:
+        with self._changed:
+            return self._waiting.pop() if self._waiting else None
 
     def _keep_busy(self) -> None:
-        worker = _worker()
-        while self._waiting:
-            try:
-                part, name = self._waiting.pop()
-            except IndexError:  # another thread took the last one
-                break
-            if worker is not None:
-                with contextlib.suppress(OSError):  # it is gone
-                    worker.stdin.write(name + "\n")
-                    worker.stdin.flush()
-                    worker.stdout.readline()
+        """One worker, as long as it answers; the last one's name goes back where it does not."""
+        try:
+            with contextlib.suppress(OSError), _worker() as worker:
+                while (named := self._next()) is not None:
+                    if not _compiled_by(worker, named[1]):
+                        self._waiting.append(named)
+                        break
+                    with self._changed:
+                        self._left[named[0]] -= 1
+                        self._changed.notify_all()
+        finally:
             with self._changed:
-                self._left[part] -= 1
+                self._workers -= 1
                 self._changed.notify_all()
-        if worker is not None:
-            worker.communicate()
 
 
 def _worker() -> Any:
-    """A process that compiles what it is told, with the modules of this one, if one can be had."""
-    if not sys.executable or getattr(sys, "frozen", False):
-        return None
+    """A process that compiles what it is told, with the modules of this one."""
     start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; "
     pipe = subprocess.PIPE
-    with contextlib.suppress(OSError):
-        return subprocess.Popen(
-            [sys.executable, "-c", f"{start}serve({str(knobs.cache.dir)!r})"],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-    return None
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{start}serve({str(knobs.cache.dir)!r})"],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def _compiled_by(worker: Any, name: str) -> bool:
+    """Whether the worker has done what it can."""
+    try:
+        worker.stdin.write(name + "\n")
+        worker.stdin.flush()
+        return bool(worker.stdout.readline() == f"{name}\n")
+    except OSError:
+        return False
 
 
 _started: list[_Ahead] = []
+os.register_at_fork(after_in_child=_started.clear)  # a child has none of its threads
 
 
 def ahead(part: str) -> None:
@@ -224,15 +242,17 @@ def ahead(part: str) -> None:
 
 
 def serve(folder: str) -> None:
-    """Compiles the variants that are named, line by line, into a folder as Triton's cache."""
+    """Compiles the variants that are named, line by line, into a folder as Triton's cache; answers
+    each with its name, and says nothing else."""
     knobs.cache.dir = folder
     named = {variant.name: variant for variant in VARIANTS}
-    with toolchain.compiling():
+    answers = sys.stdout
+    with toolchain.compiling(), contextlib.redirect_stdout(sys.stderr):
         for line in sys.stdin:
             with contextlib.suppress(TritonError, RuntimeError):
                 _compiled(named[line.rstrip("\n")])
-            sys.stdout.write("done\n")
-            sys.stdout.flush()
+            answers.write(line)
+            answers.flush()
 
 
 def reports() -> Iterator[tuple[Variant, Report]]:

@@ -28,7 +28,8 @@ def follow():
 
     Launched as dependents (runtime/launch.py, OPTIONS), kernels overlap the end of one with the
     start of the next; before this, nothing may be read or written that another kernel touches.
-    The next one waits here, too: for this kernel to end, and so for all before it.
+    The next one waits here, too: for this kernel to end, and so for all before it. The warps that
+    begin a kernel wait; the others start when those let them.
     """
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1

@@ -10,7 +10,7 @@ of this step, so that its stage may be filled anew. Rows and states are read a s
 they are needed.
 
 What the gates forget is passed by: where M_bound shows that nothing of S[enter] is left, S[leave]
-is, bit by bit, what summarize wrote, and a chain that has no other segment is not read at all.
+is, bit by bit, what summarize wrote; where a chain has no other segment, no state is read.
 """
 
 from __future__ import annotations
