@@ -5,7 +5,7 @@ k^ like q^. Views are read where they lie; q^ and k^ leave in bf16, g and beta i
 one rounding at the end. A row's sum is made of 8 elements in each of 16 threads, then across them:
 always alike, so its bits depend on the row alone.
 
-Programs: tiles of _ROWS rows of q, then of k, then of _GATES gates. A thread has four 16-byte loads
+Programs: tiles of TILE_ROWS rows of q, then of k, then of _GATES gates. A thread has four 16-byte loads
 under way, and ten programs fit an SM; nothing passes through shared memory. Bound by memory: 1 KiB
 for a token and q/k head, so 0.13 ms for 32,768 tokens of 16 heads; for a gate and a beta 12 to 16
 bytes. Row factors inside the other stages in place of this pass: decision 0011.
@@ -16,6 +16,9 @@ of gates that hardly decay.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 from triton import cdiv
@@ -29,7 +32,7 @@ from longdelta.kernels.gluon.variants import Variant
 from longdelta.kernels.stages import NORM_EPS, Activation, Tables
 from longdelta.runtime.launch import Program, resolved
 
-_ROWS, _GATES = 32, 1024
+TILE_ROWS, _GATES = 32, 1024
 _EPS = gl.constexpr(NORM_EPS)
 
 
@@ -47,7 +50,7 @@ def _normalise(x, x_t, x_h, x_d, out, block, rows, H, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _softplus(x):
+def softplus(x):
     e = gl.exp(-gl.abs(x))
     s = e / (2.0 + e)
     z = s * s
@@ -65,7 +68,7 @@ def _gate(
     if ACTIVATE:
         if BIAS:
             x += gl.load(dt_bias + h).to(gl.float32)
-        x = -gl.exp(gl.load(A_log + h).to(gl.float32)) * _softplus(x)
+        x = -gl.exp(gl.load(A_log + h).to(gl.float32)) * softplus(x)
     gl.store(g + i, x, mask=there)
 
 
@@ -146,7 +149,7 @@ def _program(
 ) -> Program:
     tokens = tables.walk.rows
     NORM, G, BETA = made
-    tiles = NORM * 2 * cdiv(tokens * H, _ROWS) + (G or BETA) * cdiv(tokens * HV, _GATES)
+    tiles = NORM * 2 * cdiv(tokens * H, TILE_ROWS) + (G or BETA) * cdiv(tokens * HV, _GATES)
     return Program(
         activate_kernel,
         tiles,
@@ -162,7 +165,7 @@ def _program(
         BIAS=BIAS,
         BETA=BETA,
         SIGMOID=raw.beta_sigmoid,
-        ROWS=_ROWS,
+        ROWS=TILE_ROWS,
         GATES=_GATES,
     )
 
@@ -201,21 +204,30 @@ def activate(
     )
 
 
-def _variant(name: str, NORM: bool, RAW: bool, CAST: bool = False) -> Variant:
-    """RAW: gates and betas, in bf16; else they come in fp32, but CAST for a beta in bf16."""
-    raw = dict.fromkeys(("G", "GATE", "BIAS", "SIGMOID"), RAW) | {"BETA": RAW or CAST}
-    together = dict.fromkeys(("q_d", "k_d", "a_h", "b_h"), 1)
-    constants = {"NORM": NORM, **raw, "ROWS": _ROWS, "GATES": _GATES, **together}
-    types = dict.fromkeys(("q_unit", "k_unit"), "*bf16")
-    types |= {"a": "*bf16" if RAW else "*fp32", "b": "*bf16" if RAW or CAST else "*fp32"}
-    types |= dict.fromkeys(("A_log", "dt_bias"), "*fp32") | {"tokens": "i32", "top": "fp32"}
-    types |= dict.fromkeys(("a_t", "b_t"), "i32") | dict.fromkeys(("q_t", "q_h"), "i32:16")
-    return Variant(name, activate_kernel, 0, constants, types=types)
+def usual_inputs(name: str) -> Iterator[tuple[str, dict[str, Any], dict[str, str]]]:
+    """Variants of activate or adjoint_activate for the usual calls: name, constants, types.
+
+    Gates and betas come raw in bf16, or ready in fp32, or, with a beta to cast, in fp32 and bf16.
+    """
+    for which, NORM, RAW, CAST in (
+        ("", True, True, False),
+        (", norm alone", True, False, False),
+        (", norm, beta cast", True, False, True),
+        (", gates alone", False, True, False),
+    ):
+        constants = dict.fromkeys(("G", "GATE", "BIAS", "SIGMOID"), RAW)
+        constants |= {"NORM": NORM, "BETA": RAW or CAST, "ROWS": TILE_ROWS}
+        constants |= dict.fromkeys(("q_d", "k_d", "a_h", "b_h"), 1)
+        types = dict.fromkeys(("a", "da"), "*bf16" if RAW else "*fp32")
+        types |= dict.fromkeys(("b", "db"), "*bf16" if RAW or CAST else "*fp32")
+        types |= dict.fromkeys(("q_unit", "k_unit", "dq", "dk"), "*bf16")
+        types |= dict.fromkeys(("dq_unit", "dk_unit"), "*fp32" if NORM else "*bf16")
+        types |= dict.fromkeys(("A_log", "dt_bias", "dg", "dbeta", "sums"), "*fp32")
+        types |= dict.fromkeys(("tokens", "used", "a_t", "b_t"), "i32") | {"top": "fp32"}
+        yield name + which, constants, types | dict.fromkeys(("q_t", "q_h"), "i32:16")
 
 
-VARIANTS = (
-    _variant("activate", NORM=True, RAW=True),
-    _variant("activate, norm alone", NORM=True, RAW=False),
-    _variant("activate, norm, beta cast", NORM=True, RAW=False, CAST=True),
-    _variant("activate, gates alone", NORM=False, RAW=True),
+VARIANTS = tuple(
+    Variant(name, activate_kernel, 0, {**constants, "GATES": _GATES}, types=types)
+    for name, constants, types in usual_inputs("activate")
 )

@@ -8,7 +8,7 @@ results are contiguous. fp32 inside, one rounding at the end, sums of what is no
 e = exp(-|x|), s(x) is 1 / (1 + e) or e / (1 + e) and s(b) s(-b) = e / (1 + e)^2: nothing overflows,
 and saturated gates keep their digits. Rows of no document are not read; their results are 0.
 
-Programs: tiles of _ROWS rows of q, then of k, as in activate; then tiles of _TOKENS tokens and 8
+Programs: tiles of TILE_ROWS rows of q, then of k, as in activate; then tiles of _TOKENS tokens and 8
 value heads: halves of a 32-byte sector of bf16 meet in the L2 cache. Bound by memory: 2 KiB for a
 token and q/k head, so 0.25 ms for 32,768 tokens of 16 heads; for a gate and a beta 16 to 24 bytes.
 
@@ -25,7 +25,7 @@ from triton import cdiv
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from longdelta.kernels.gluon.activate import _softplus
+from longdelta.kernels.gluon.activate import TILE_ROWS, softplus, usual_inputs
 from longdelta.kernels.gluon.dialect import follow
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import to_bf16
@@ -34,7 +34,7 @@ from longdelta.kernels.stages import NORM_EPS, Activation, Tables
 from longdelta.plan import chunks as plan
 from longdelta.runtime.launch import Program, resolved
 
-_ROWS, _TOKENS, _PARTS = 32, plan.CHUNK, 512
+_TOKENS, _PARTS = plan.CHUNK, 512
 _EPS = gl.constexpr(NORM_EPS)
 HEADS = gl.constexpr(8)
 CELLS = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
@@ -73,7 +73,7 @@ def _adjoint_gate(raw, rates, dg, da, part, cells, ACTIVATE: gl.constexpr, BIAS:
         x = gl.where(known, x, 0.0)
         rate = -gl.exp(gl.load(A_log + h, mask=held, other=0.0).to(gl.float32))[None, :]
         c = gl.where(known, c * rate, 0.0)
-        gl.store(part + h, gl.sum(c * _softplus(x), 0), mask=held)
+        gl.store(part + h, gl.sum(c * softplus(x), 0), mask=held)
         e = gl.exp(-gl.abs(x))
         c = c * (gl.where(x < 0.0, e, 1.0) / (1.0 + e))
         if BIAS:
@@ -200,7 +200,7 @@ def _program(
     gates = cdiv(tokens, _TOKENS) * cdiv(HV, HEADS.value)
     return Program(
         adjoint_activate_kernel,
-        NORM * 2 * cdiv(tokens * H, _ROWS) + (G or BETA) * gates,
+        NORM * 2 * cdiv(tokens * H, TILE_ROWS) + (G or BETA) * gates,
         tables.device,
         tokens,
         tables.walk.used_rows,
@@ -214,7 +214,7 @@ def _program(
         BIAS=BIAS,
         BETA=BETA,
         SIGMOID=raw.beta_sigmoid,
-        ROWS=_ROWS,
+        ROWS=TILE_ROWS,
         TOKENS=_TOKENS,
     )
 
@@ -276,33 +276,16 @@ def adjoint_activate(
         resolved(held, _sums, HV, 1 if ddt_bias is None else 2)(sums, *outputs)
 
 
-def _variant(name: str, NORM: bool, RAW: bool, CAST: bool = False) -> Variant:
-    """RAW: gates and betas, in bf16; else they come in fp32, but CAST for a beta in bf16."""
-    raw = dict.fromkeys(("G", "GATE", "BIAS", "SIGMOID"), RAW) | {"BETA": RAW or CAST}
-    together = dict.fromkeys(("q_d", "k_d", "a_h", "b_h"), 1)
-    constants = {"NORM": NORM, **raw, "ROWS": _ROWS, "TOKENS": _TOKENS, **together}
-    types = dict.fromkeys(("dq", "dk"), "*bf16")
-    types |= dict.fromkeys(("a", "da"), "*bf16" if RAW else "*fp32")
-    types |= dict.fromkeys(("b", "db"), "*bf16" if RAW or CAST else "*fp32")
-    types |= dict.fromkeys(("dq_unit", "dk_unit"), "*fp32" if NORM else "*bf16")
-    types |= dict.fromkeys(("A_log", "dt_bias", "dg", "dbeta", "sums"), "*fp32")
-    types |= {"top": "fp32"}
-    types |= dict.fromkeys(("tokens", "used"), "i32")
-    types |= dict.fromkeys(("a_t", "b_t"), "i32") | dict.fromkeys(("q_t", "q_h"), "i32:16")
-    return Variant(name, adjoint_activate_kernel, 0, constants, types=types, spills=0)
-
-
 VARIANTS = (
-    _variant("adjoint_activate", NORM=True, RAW=True),
-    _variant("adjoint_activate, norm alone", NORM=True, RAW=False),
-    _variant("adjoint_activate, norm, beta cast", NORM=True, RAW=False, CAST=True),
-    _variant("adjoint_activate, gates alone", NORM=False, RAW=True),
+    *(
+        Variant(name, adjoint_activate_kernel, 0, {**constants, "TOKENS": _TOKENS}, types=types)
+        for name, constants, types in usual_inputs("adjoint_activate")
+    ),
     Variant(
         "adjoint_activate, sums",
         adjoint_activate_sums_kernel,
         0,
         {"PARTS": _PARTS},
         types=dict.fromkeys(("sums", "dA_log", "ddt_bias"), "*fp32") | {"tiles": "i32"},
-        spills=0,
     ),
 )
