@@ -8,7 +8,7 @@ results are contiguous. fp32 inside, one rounding at the end, sums of what is no
 e = exp(-|x|), s(x) is 1 / (1 + e) or e / (1 + e) and s(b) s(-b) = e / (1 + e)^2: nothing overflows,
 and saturated gates keep their digits. Rows of no document are not read; their results are 0.
 
-Programs: tiles of TILE_ROWS rows of q, then of k, as in activate; then tiles of _TOKENS tokens and 8
+Programs: tiles of TILE_ROWS rows of q, then k, as in activate; then tiles of _TOKENS tokens and 8
 value heads: halves of a 32-byte sector of bf16 meet in the L2 cache. Bound by memory: 2 KiB for a
 token and q/k head, so 0.25 ms for 32,768 tokens of 16 heads; for a gate and a beta 16 to 24 bytes.
 
