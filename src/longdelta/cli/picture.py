@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BACKEND = "eager"
-"""Whose bytes are told: the backend that runs on every device."""
 ARROWS = 500
 """Crossings that are drawn; more would hide each other."""
 COLOURS = (
@@ -25,7 +24,17 @@ COLOURS = (
 """Of the documents in turn; light, so that black figures can be read on them."""
 
 
-def draw_plan(plan: Partition, H: int, HV: int, path: Path) -> None:
+@dataclass(frozen=True)
+class Layer:
+    """Whose bytes are told: a bfloat16 layer of 128 columns a head, and what runs it."""
+
+    H: int
+    HV: int
+    save: str = "light"
+    backend: str = "eager"
+
+
+def draw_plan(plan: Partition, layer: Layer, path: Path) -> None:
     """Save a picture: ranks as rows, documents as colours, crossings as arrows, bytes below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -36,15 +45,20 @@ def draw_plan(plan: Partition, H: int, HV: int, path: Path) -> None:
     axes = figure.add_subplot()
     _draw_rows(axes, plan)
     _draw_arrows(axes, plan)
-    _label(figure, axes, plan, H, HV)
+    _label(figure, axes, plan, layer)
     figure.savefig(path, dpi=150)
 
 
-def needs(plan: Partition, H: int, HV: int, rank: int, deterministic: bool) -> Bytes:
-    """Bytes of one rank for bfloat16 layers of 128 columns a head with a convolution of 4 rows."""
-    heads = Heads(H, HV)
+def needs(plan: Partition, layer: Layer, rank: int, deterministic: bool) -> Bytes:
+    """Bytes of one rank, with a convolution of 4 rows."""
     return rank_bytes(
-        plan, rank, heads, backend=BACKEND, deterministic=deterministic, conv1d_kernel_size=4
+        plan,
+        rank,
+        Heads(layer.H, layer.HV),
+        save=layer.save,
+        backend=layer.backend,
+        deterministic=deterministic,
+        conv1d_kernel_size=4,
     )
 
 
@@ -136,7 +150,7 @@ def _draw_arrows(axes: Axes, plan: Partition) -> None:
         )
 
 
-def _label(figure: Figure, axes: Axes, plan: Partition, H: int, HV: int) -> None:
+def _label(figure: Figure, axes: Axes, plan: Partition, layer: Layer) -> None:
     axes.set_xlim(0, max(plan.cu_seqlens[-1], 1))
     axes.set_ylim(plan.ranks - 0.5, -1.5)
     axes.set_yticks(
@@ -149,8 +163,8 @@ def _label(figure: Figure, axes: Axes, plan: Partition, H: int, HV: int) -> None
     axes.tick_params(axis="x", labelsize=8)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    relay = [needs(plan, H, HV, rank, True) for rank in range(plan.ranks)]
-    fast = [needs(plan, H, HV, rank, False) for rank in range(plan.ranks)]
+    relay = [needs(plan, layer, rank, True) for rank in range(plan.ranks)]
+    fast = [needs(plan, layer, rank, False) for rank in range(plan.ranks)]
     crossed = len(crossings(plan))
     drawn = f" (the first {ARROWS} drawn)" if crossed > ARROWS else ""
     axes.set_title(
@@ -161,9 +175,10 @@ def _label(figure: Figure, axes: Axes, plan: Partition, H: int, HV: int) -> None
     )
     sent = [sum(needed.sent("forward") for needed in each) for each in (relay, fast)]
     figure.supxlabel(
-        f"Sent by all ranks in one forward of a layer, (H, HV) = ({H}, {HV}): {size(sent[0])} by "
-        f"the relay, {size(sent[1])} by summaries, conv halo included. "
-        f"Saved per rank (light, {BACKEND}): up to {size(max(needed.saved for needed in relay))}.",
+        f"Sent by all ranks in one forward of a layer, (H, HV) = ({layer.H}, {layer.HV}): "
+        f"{size(sent[0])} by the relay, {size(sent[1])} by summaries, conv halo included. "
+        f"Saved per rank ({layer.save}, {layer.backend}): up to "
+        f"{size(max(needed.saved for needed in relay))}.",
         size=8,
         color="#444444",
     )

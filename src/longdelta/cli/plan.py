@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from longdelta.cli.options import check_layout, check_picture, document_lengths, two_heads
-from longdelta.cli.picture import BACKEND, counted, crossing_offsets, draw_plan, needs, size
+from longdelta.cli.picture import Layer, counted, crossing_offsets, draw_plan, needs, size
 from longdelta.errors import InvalidInput
 from longdelta.plan.chains import relay_rounds
-from longdelta.plan.cost import Bytes, rank_counts, rank_segments
+from longdelta.plan.cost import BACKENDS, Bytes, rank_counts, rank_segments
 from longdelta.plan.partition import Partition, partition
+from longdelta.plan.tensors import SAVE_MODES
 
 SHOWN = 24
 """Crossings, and fragments of a rank, that are printed before the rest is counted."""
@@ -38,6 +39,8 @@ def plan_command(
     heads: Annotated[
         str, typer.Option(help="q/k heads and value heads, of 128 columns.")
     ] = "16,48",
+    save: Annotated[str, typer.Option(help="none, light or full.")] = "light",
+    backend: Annotated[str, typer.Option(help="Whose bytes: eager, or gluon on Hopper.")] = "eager",
     draw: Annotated[Path | None, typer.Option(help="Save a picture of the plan as a PNG.")] = None,
 ) -> None:
     """Print who holds which tokens, which states cross between ranks, and the bytes."""
@@ -45,6 +48,9 @@ def plan_command(
         tokens = document_lengths(lengths)
         H, HV = two_heads(heads)
         check_layout(layout)
+        for name, value, known in (("save", save, SAVE_MODES), ("backend", backend, BACKENDS)):
+            if value not in known:
+                raise InvalidInput(f"{name} must be one of {', '.join(known)}, got {value!r}")
         if draw is not None:
             check_picture("draw", draw)
         if layout == "zigzag_per_document" and len(tokens) * ranks > MOST_PIECES:
@@ -53,23 +59,24 @@ def plan_command(
                 f"zigzag_per_document, got {len(tokens):,}; use fewer, or another layout"
             )
         plan = partition([0, *accumulate(tokens)], ranks, layout, align=align, num_v_heads=HV)
-        print_plan(plan, H, HV)
+        layer = Layer(H, HV, save, backend)
+        print_plan(plan, layer)
         if draw is not None:
-            draw_plan(plan, H, HV, draw)
+            draw_plan(plan, layer, draw)
     except InvalidInput as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def print_plan(plan: Partition, H: int, HV: int, console: Console | None = None) -> None:
-    """Print the tables of a partition for layers of H q/k heads and HV value heads."""
+def print_plan(plan: Partition, layer: Layer, console: Console | None = None) -> None:
+    """Print the tables of a partition for such layers."""
     console = console or Console()
-    console.print(_held_table(plan, HV))
+    console.print(_held_table(plan, layer.HV))
     if any(relay_rounds(plan)):
         console.print(_crossing_table(plan))
     elif plan.ranks > 1:
         console.print("0 crossings: no state is sent between ranks.")
-    console.print(_bytes_table(plan, H, HV))
-    console.print(_verdict(plan, HV))
+    console.print(_bytes_table(plan, layer))
+    console.print(_verdict(plan, layer.HV))
 
 
 def _held_table(plan: Partition, HV: int) -> Table:
@@ -129,9 +136,10 @@ def _crossing_table(plan: Partition) -> Table:
     return table
 
 
-def _bytes_table(plan: Partition, H: int, HV: int) -> Table:
+def _bytes_table(plan: Partition, layer: Layer) -> Table:
     table = Table(
-        title=f"bytes of one layer, (H, HV) = ({H}, {HV}), bfloat16, save=light, {BACKEND} backend",
+        title=f"bytes of one layer, (H, HV) = ({layer.H}, {layer.HV}), bfloat16, "
+        f"save={layer.save}, {layer.backend} backend",
         title_justify="left",
     )
     for name in ("rank", "saved", "workspace\nforward", "workspace\nbackward"):
@@ -139,7 +147,7 @@ def _bytes_table(plan: Partition, H: int, HV: int) -> Table:
     for name in ("relay\nout, in", "summaries\nout, in", "conv halo\nout, in"):
         table.add_column(name, justify="right")
     for rank in range(plan.ranks):
-        relay, fast = needs(plan, H, HV, rank, True), needs(plan, H, HV, rank, False)
+        relay, fast = needs(plan, layer, rank, True), needs(plan, layer, rank, False)
         table.add_row(
             str(rank),
             size(relay.saved),

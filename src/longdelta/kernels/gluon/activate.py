@@ -5,7 +5,7 @@ k^ like q^. Views are read where they lie; q^ and k^ leave in bf16, g and beta i
 one rounding at the end. A row's sum is made of 8 elements in each of 16 threads, then across them:
 always alike, so its bits depend on the row alone.
 
-Programs: tiles of TILE_ROWS rows of q, then k, then of _GATES gates. A thread has four 16-byte loads
+Programs: tiles of TILE_ROWS rows of q, then k, then _GATES gates. A thread has four 16-byte loads
 under way, and ten programs fit an SM; nothing passes through shared memory. Bound by memory: 1 KiB
 for a token and q/k head, so 0.13 ms for 32,768 tokens of 16 heads; for a gate and a beta 12 to 16
 bytes. Row factors inside the other stages in place of this pass: decision 0011.
