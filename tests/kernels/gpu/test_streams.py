@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longdelta import chunk_gated_delta_rule, support
 from longdelta.runtime import fresh, records
-from longdelta.testing.workloads import Machine, Workload
+from longdelta.testing.workloads import Inputs, Machine, Workload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,3 +76,40 @@ def test_steps_of_two_devices_at_once_keep_their_bits():
     for index, each in enumerate(found):
         assert each[1].device.index == index
         assert_equal(each, quiet[index])
+
+
+def test_a_graph_of_two_streams_with_other_nodes_between_replays_to_quiet_bits():
+    """Kernels may start before the one in front of them has ended, whatever else lies between."""
+    x, y = (GLUON.inputs(work) for work in WORKS)
+    other = torch.empty(1 << 24, device="cuda")
+    side = torch.cuda.Stream()
+
+    def forward(inputs: Inputs) -> list[Tensor]:
+        leaves = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
+        o, state = chunk_gated_delta_rule(
+            *leaves,
+            cu_seqlens=inputs.cu_seqlens,
+            initial_state=inputs.initial_state,
+            output_final_state=True,
+            backend="gluon",
+        )
+        return [o, state]
+
+    quiet = [forward(x), forward(y)]
+    for inputs in (x, y):  # the recordings are there before the capture
+        forward(inputs)
+        forward(inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [forward(x)]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            other.zero_()
+            found.append(forward(y))
+        x.q.copy_(x.q.clone())
+        found.append(forward(x))
+        torch.cuda.current_stream().wait_stream(side)
+    for _ in range(5):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_equal([x for each in found for x in each], [*quiet[0], *quiet[1], *quiet[0]])

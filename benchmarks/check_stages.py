@@ -1,6 +1,9 @@
-"""Checks the Gluon forward against float64 and times it. Needs a Hopper GPU.
+"""Checks the Gluon forward against float64, and times it and the backward, stage by stage.
 
-python benchmarks/check_forward.py [check] [leaks] [repeat] [time] [registers] [rules] [peers:01]
+Needs a Hopper GPU.
+
+python benchmarks/check_stages.py [check] [leaks] [repeat] [time] [backward] [registers] [rules]
+    [peers:01]
 """
 
 from __future__ import annotations
