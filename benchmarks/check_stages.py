@@ -160,16 +160,13 @@ class Backward(Forward):
 
     def __init__(self, backend: Any, x: dict[str, Any], deterministic: bool = True) -> None:
         super().__init__(backend, x, wide=False, deterministic=deterministic, tapes=True)
-        HV = x["v"].shape[1]
         self.do = torch.randn_like(x["v"])
-        for name, like in (("dS_border", "S_border"), ("dS", "S"), ("dR", "Uh")):
-            held = self.held | {"S": self.S, "Uh": self.Uh}
-            self.held[name] = torch.full_like(held[like], float("nan"))
+        likes = {"dS_border": self.held["S_border"], "dS": self.S, "dR": self.Uh}
+        self.held |= {n: torch.full_like(like, float("nan")) for n, like in likes.items()}
         nan = {n: torch.full_like(x[n], float("nan")) for n in ("q", "k", "v", "g", "beta")}
         self.found = {"d" + n: t for n, t in nan.items()}
         self.d_initial = torch.full_like(x["initial"], float("nan"))
         self.common = (self.x["q"], self.x["k"], self.x["beta"], self.do)
-        self.HV = HV
 
     def tapes(self) -> None:
         self.scan(o=False)

@@ -23,18 +23,20 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TOLERATED = frozenset(
     {
         "chunk_size",
+        "head_first",
         "max_length",
         "max_length_k",
         "max_length_q",
         "max_seqlen",
         "output_attentions",
         "position_ids",
+        "transpose_state_layout",
         "use_cache",
     }
 )
-"""Keywords that model code hands to every attention; they change nothing here."""
+"""Keywords that model code hands to every attention; what they can change is looked at apart."""
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "offsets", "segment_ids")
-"""Keywords that say where documents start; beside cu_seqlens they say nothing new."""
+"""Keywords that tell documents apart: nothing new beside cu_seqlens, without it a leak."""
 _FLAGS = {
     "qk_l2norm": "use_qk_l2norm_in_kernel",
     "gate": "use_gate_in_kernel",
@@ -79,9 +81,8 @@ def inputs_of(
     **extra: Any,
 ) -> Inputs:
     """The operators' arguments, checked. Keywords and defaults: `chunk_gated_delta_rule`."""
-    _check_extra(extra)
-    if cu_seqlens is None and cu_seqlens_cpu is None and cp_context is None:
-        _check_packing(extra)
+    packed = not (cu_seqlens is cu_seqlens_cpu is cp_context is None)
+    _check_extra(extra, packed)
     _check_not_yet(workspace, graph)
     context, cu_seqlens, cu_seqlens_cpu = _resolve_context(cp_context, cu_seqlens, cu_seqlens_cpu)
     differentiable = (q, k, v, g, beta, A_log, dt_bias, initial_state)
@@ -198,14 +199,19 @@ def _warn_once(message: str) -> None:
         warnings.warn(f"longdelta: {message}", stacklevel=5)
 
 
-def _check_extra(extra: dict[str, Any]) -> None:
+def _check_extra(extra: dict[str, Any], packed: bool) -> None:
     if extra.get("head_first"):
         raise InvalidInput(
             f"head_first must be False, got {extra['head_first']!r}: tensors are "
             "[B, T, heads, dim]; transpose them"
         )
     for name, value in extra.items():
-        if name in _TOLERATED or name in (*_PACKING, "head_first", "transpose_state_layout"):
+        if name in _PACKING and value is not None and not packed:
+            raise InvalidInput(
+                f"{name} must come with cu_seqlens, by which alone documents are told apart; got "
+                f"{type(value).__name__} and cu_seqlens=None. Pass cu_seqlens too"
+            )
+        if name in _TOLERATED or name in _PACKING:
             continue
         near = difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=0.8)
         if near:
@@ -218,16 +224,6 @@ def _check_extra(extra: dict[str, Any]) -> None:
                 f"here; got {type(value).__name__}. See chunk_gated_delta_rule for the options"
             )
         _warn_once(f"keyword {name!r} is not an option of the gated delta rule and is ignored")
-
-
-def _check_packing(extra: dict[str, Any]) -> None:
-    """Documents that nobody names to the op would run into each other."""
-    for name in _PACKING:
-        if extra.get(name) is not None:
-            raise InvalidInput(
-                f"{name} must come with cu_seqlens, by which alone documents are told apart; got "
-                f"{type(extra[name]).__name__} and cu_seqlens=None. Pass cu_seqlens too"
-            )
 
 
 def _check_not_yet(workspace: object, graph: object) -> None:

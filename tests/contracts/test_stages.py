@@ -16,6 +16,7 @@ STAGES = [
     "adjoint_summarize",
     "adjoint_scan",
     "gradients",
+    "adjoint_activate",
 ]
 
 

@@ -225,7 +225,7 @@ SMALL = tuple(variant for variant in VARIANTS if variant.name.startswith("activa
 def small(monkeypatch, tmp_path) -> Path:
     """A cache of its own, and few kernels to compile into it."""
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(compile, "_started", [])
+    monkeypatch.setattr(compile, "_started", {})
     monkeypatch.setattr(compile, "FORWARD", SMALL[:2])
     monkeypatch.setattr(compile, "BACKWARD", SMALL[2:])
     return tmp_path

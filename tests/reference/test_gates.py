@@ -2,9 +2,10 @@
 
 import math
 
+import pytest
 import torch
 
-from longdelta.reference import gate, l2norm
+from longdelta.reference import Activated, activate, adjoint_activate, gate, l2norm
 from longdelta.testing.budgets import FLOAT64, assert_within
 
 
@@ -42,3 +43,16 @@ def test_l2norm_gives_unit_rows_and_keeps_a_zero_row_at_zero():
 def test_l2norm_adds_eps_to_the_squared_length():
     y = l2norm(torch.tensor([3.0, 4.0]), eps=11.0)
     assert_within("y", y, torch.tensor([0.5, 4 / 6], dtype=torch.float64), FLOAT64)
+
+
+@pytest.mark.parametrize("neg_eigval", [False, True])
+def test_adjoint_activate_agrees_with_autograd(neg_eigval):
+    T, H, HV, K = 5, 2, 4, 6
+    shapes = ((T, H, K), (T, H, K), (T, HV), (T, HV), (HV,), (HV,))
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    cotangents = Activated(*(torch.randn(s, dtype=torch.float64) for s in shapes[:4]))
+    expected = torch.autograd.grad(activate(*leaves, neg_eigval=neg_eigval), leaves, cotangents)
+    with torch.no_grad():
+        found = adjoint_activate(*leaves, cotangents, neg_eigval=neg_eigval)
+    for name, x, y in zip(found._fields, found, expected, strict=True):
+        assert_within(name, x, y, FLOAT64)

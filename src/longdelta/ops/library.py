@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -212,7 +212,10 @@ def _forward_impl(*arguments: Any, exact: bool = False) -> tuple[Tensor, Tensor,
         )
 
     tables = machine.tables
-    make = partial(inputs.new_outputs, Counts.of(tables.walk) if exact else None)
+
+    def make() -> tuple[Tensor, Tensor, Tensor]:
+        return inputs.new_outputs(Counts.of(tables.walk) if exact else None)
+
     with _without_autocast(inputs.q), Scope("forward", inputs.q.device, tables) as scope:
         # Exchanges between ranks are no launches, and the eager backend makes none.
         if machine.name == "eager" or inputs.context is not None or inputs.recompute is not None:

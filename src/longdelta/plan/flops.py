@@ -114,13 +114,13 @@ _BACKWARD = {
 }
 
 _TENSORS = {
-    "prepare": "k g beta G Z",
-    "summarize": "k v beta G Z S_border M",
-    "fold": "M S_border S_border",
+    "prepare": "k g beta G Z bound",
+    "summarize": "k v beta G Z bound S_border M M_bound",
+    "fold": "M M_bound S_border S_border",
     "scan": "q k v beta G Z S_border o",
     "tapes": "k v beta G Z S_border S Uh",
-    "adjoint_summarize": "q k do beta G Z dS_border",
-    "adjoint_fold": "M dS_border dS_border",
+    "adjoint_summarize": "q k do beta G Z bound dS_border",
+    "adjoint_fold": "M M_bound dS_border dS_border",
     "adjoint_scan": "q k do beta G Z dS_border dS dR",
     "gradients": "q k do g beta G S Uh dS dR dq dk dv dbeta dg",
 }

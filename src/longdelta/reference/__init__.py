@@ -9,7 +9,8 @@ no code with any backend. ``docs/math.md`` has the same formulas in prose.
                  gradients
     affine       the maps S -> M S + B by which a state crosses a border
     conv         the short causal convolution in front of q, k and v
-    gates        how a layer makes g and beta from its projections, and the norm of q and k
+    gates        how a layer makes g and beta from its projections, and the norm of q and k; the way
+                 back
 
 Every function takes one packed batch (no batch dimension), converts it to float64 and trusts it:
 shapes are the caller's duty.
@@ -18,7 +19,14 @@ shapes are the caller's duty.
 from longdelta.reference.affine import AffineMap, apply, compose, identity, transpose
 from longdelta.reference.chunked import chunked_backward, chunked_forward
 from longdelta.reference.conv import ConvResult, causal_conv1d
-from longdelta.reference.gates import Activated, activate, gate, l2norm
+from longdelta.reference.gates import (
+    Activated,
+    RawGradients,
+    activate,
+    adjoint_activate,
+    gate,
+    l2norm,
+)
 from longdelta.reference.recurrence import (
     Gradients,
     RecurrenceResult,
@@ -31,8 +39,10 @@ __all__ = [
     "AffineMap",
     "ConvResult",
     "Gradients",
+    "RawGradients",
     "RecurrenceResult",
     "activate",
+    "adjoint_activate",
     "apply",
     "causal_conv1d",
     "chunked_backward",

@@ -90,3 +90,64 @@ def activate(
     """
     beta = (2 if neg_eigval else 1) * torch.sigmoid(b.double())
     return Activated(l2norm(q), l2norm(k), gate(a, A_log, dt_bias), beta)
+
+
+class RawGradients(NamedTuple):
+    """Of a layer's projections and parameters: like these, float64."""
+
+    dq: Tensor
+    dk: Tensor
+    da: Tensor
+    db: Tensor
+    dA_log: Tensor
+    ddt_bias: Tensor
+
+
+def adjoint_activate(
+    q: Tensor,
+    k: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    cotangents: Activated,
+    *,
+    neg_eigval: bool = False,
+) -> RawGradients:
+    """The way back through `activate`.
+
+        dq = (dy - <dy, y> y) / |q|, y = q / |q|        da = -e^{A_log} sigmoid(a + dt_bias) dg
+        dA_log = sum_t g dg        ddt_bias = sum_t da
+        db = top s (1 - s) dbeta, s = sigmoid(b)
+
+    Args:
+        q, k, a, b, A_log, dt_bias, neg_eigval: as in `activate`.
+        cotangents: of what it gives.
+
+    Returns:
+        ``RawGradients(dq, dk, da, db, dA_log, ddt_bias)``.
+
+    Source: this project; autograd of `activate` agrees.
+
+    >>> x = torch.zeros(1, 1, 2)
+    >>> ones = Activated(x + 1, x + 1, x[0] + 1, x[0] + 1)
+    >>> adjoint_activate(x, x, x[0], x[0], torch.zeros(2), torch.zeros(2), ones).db
+    tensor([[0.2500, 0.2500]], dtype=torch.float64)
+    """
+
+    def through_norm(x: Tensor, dy: Tensor) -> Tensor:
+        x, dy, y = x.double(), dy.double(), l2norm(x)
+        length = (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        return (dy - (dy * y).sum(-1, keepdim=True) * y) / length
+
+    dg, dbeta = cotangents.g.double(), cotangents.beta.double()
+    da = -A_log.double().exp() * torch.sigmoid(a.double() + dt_bias.double()) * dg
+    s = torch.sigmoid(b.double())
+    return RawGradients(
+        dq=through_norm(q, cotangents.q),
+        dk=through_norm(k, cotangents.k),
+        da=da,
+        db=(2 if neg_eigval else 1) * s * (1 - s) * dbeta,
+        dA_log=(gate(a, A_log, dt_bias) * dg).sum(0),
+        ddt_bias=da.sum(0),
+    )

@@ -64,7 +64,7 @@ def activate(
         beta.copy_(b)
 
 
-def adjoint_norm(x: Tensor, dy: Tensor) -> Tensor:
+def _adjoint_norm(x: Tensor, dy: Tensor) -> Tensor:
     """Gradient of a raw q or k, in the dtype of dy."""
     x = _plain(x, dy.dtype)
     inverse = _inverse_norm(x)
@@ -72,13 +72,13 @@ def adjoint_norm(x: Tensor, dy: Tensor) -> Tensor:
     return inverse * (dy - (dy * y).sum(-1, keepdim=True) * y)
 
 
-def adjoint_beta(b: Tensor, dbeta: Tensor, top: float) -> Tensor:
+def _adjoint_beta(b: Tensor, dbeta: Tensor, top: float) -> Tensor:
     """Gradient of the raw beta."""
     y = _sigmoid(_plain(b, dbeta.dtype))
     return dbeta * y * (1 - y) * top
 
 
-def adjoint_gate(
+def _adjoint_gate(
     a: Tensor, A_log: Tensor, dt_bias: Tensor | None, dg: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the raw gate, of A_log and of dt_bias; the last two are sums over tokens."""
@@ -113,12 +113,12 @@ def adjoint_activate(
     used = tables.walk.used_rows
     for raw, dy, dx in ((q, dq_unit, dq), (k, dk_unit, dk)):
         if dy is not None and dx is not None:
-            dx[:used], dx[used:] = adjoint_norm(raw[:used], dy[:used]), 0
+            dx[:used], dx[used:] = _adjoint_norm(raw[:used], dy[:used]), 0
     if dg is not None and da is not None:
         found = dg[:used]
         if activation.gate:
             assert A_log is not None
-            found, *sums = adjoint_gate(a[:used], A_log, dt_bias, found)
+            found, *sums = _adjoint_gate(a[:used], A_log, dt_bias, found)
             for place, total in zip((dA_log, ddt_bias), sums, strict=True):
                 if place is not None:
                     place.copy_(total)
@@ -126,5 +126,5 @@ def adjoint_activate(
     if dbeta is not None and db is not None:
         found = dbeta[:used]
         if activation.beta_sigmoid:
-            found = adjoint_beta(b[:used], found, activation.top)
+            found = _adjoint_beta(b[:used], found, activation.top)
         db[:used], db[used:] = found, 0

@@ -229,16 +229,17 @@ def _compiled_by(worker: Any, name: str) -> bool:
         return False
 
 
-_started: list[_Ahead] = []
-os.register_at_fork(after_in_child=_started.clear)  # a child has none of its threads
+_started: dict[int, _Ahead] = {}
+"""By process: a child has none of its parent's threads."""
 
 
 def ahead(part: str) -> None:
     """Waits until the variants of a "forward" or a "backward" are in Triton's cache, where launches
     find them; the first call starts to compile both."""
-    if not _started:
-        _started.append(_Ahead())
-    _started[0].wait(part)
+    process = os.getpid()
+    if process not in _started:
+        _started[process] = _Ahead()
+    _started[process].wait(part)
 
 
 def serve(folder: str) -> None:
