@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from longdelta.errors import InvalidInput
-from longdelta.plan.checks import LAYOUTS
+from longdelta.plan.checks import LAYOUTS, check_choice
 
 CUT_LAYOUTS = tuple(name for name in LAYOUTS if name != "fragments")
 """The layouts that a command can name: explicit fragments are for Python alone."""
@@ -19,8 +19,7 @@ _COUNT = re.compile(r"([0-9]{1,20})(?:x([0-9]{1,20}))?")
 
 def check_layout(layout: str) -> None:
     """Raises unless the layout is one that needs no fragments."""
-    if layout not in CUT_LAYOUTS:
-        raise InvalidInput(f"layout must be one of {', '.join(CUT_LAYOUTS)}, got {layout!r}")
+    check_choice("layout", layout, CUT_LAYOUTS)
 
 
 def check_picture(name: str, path: Path) -> None:

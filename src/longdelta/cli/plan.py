@@ -14,6 +14,7 @@ from longdelta.cli.options import check_layout, check_picture, document_lengths,
 from longdelta.cli.picture import Layer, counted, crossing_offsets, draw_plan, needs, size
 from longdelta.errors import InvalidInput
 from longdelta.plan.chains import relay_rounds
+from longdelta.plan.checks import check_choice
 from longdelta.plan.cost import BACKENDS, Bytes, rank_counts, rank_segments
 from longdelta.plan.partition import Partition, partition
 from longdelta.plan.tensors import SAVE_MODES
@@ -48,9 +49,8 @@ def plan_command(
         tokens = document_lengths(lengths)
         H, HV = two_heads(heads)
         check_layout(layout)
-        for name, value, known in (("save", save, SAVE_MODES), ("backend", backend, BACKENDS)):
-            if value not in known:
-                raise InvalidInput(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        check_choice("save", save, SAVE_MODES)
+        check_choice("backend", backend, BACKENDS)
         if draw is not None:
             check_picture("draw", draw)
         if layout == "zigzag_per_document" and len(tokens) * ranks > MOST_PIECES:

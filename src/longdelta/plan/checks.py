@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,17 +54,10 @@ def checked_rows(rows: int | None, tokens: int) -> int:
     return found
 
 
-def checked_heads(num_v_heads: int | None) -> int | None:
-    """Value heads, where they are given."""
-    return None if num_v_heads is None else checked_int("num_v_heads", num_v_heads, least=1)
-
-
 def check_options(layout: str, align: str, has_fragments: bool) -> None:
     """Raises if an option of `partition` is none of its names."""
-    if layout not in LAYOUTS:
-        raise InvalidInput(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    if align not in ALIGNS:
-        raise InvalidInput(f"align must be one of {', '.join(ALIGNS)}, got {align!r}")
+    check_choice("layout", layout, LAYOUTS)
+    check_choice("align", align, ALIGNS)
     if (layout == "fragments") != has_fragments:
         raise InvalidInput(
             f'fragments must be given with layout="fragments" and only then, got layout={layout!r} '
@@ -153,6 +146,18 @@ def checked_int(name: str, value: object, least: int) -> int:
     if found is None or found < least:
         raise InvalidInput(f"{name} must be an integer of at least {least}, got {value!r}")
     return found
+
+
+def checked_int_or_none(name: str, value: object, least: int) -> int | None:
+    """As `checked_int`, where a value is given."""
+    return None if value is None else checked_int(name, value, least)
+
+
+def check_choice(name: str, value: object, known: Iterable[str]) -> None:
+    """Raises unless the value is one of those known."""
+    choices = tuple(known)
+    if value not in choices:
+        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def _integer(value: object) -> int | None:

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from longdelta.errors import InvalidInput
 from longdelta.plan.chains import relay_rounds
-from longdelta.plan.checks import Integers, checked_int
+from longdelta.plan.checks import Integers, check_choice, checked_int, checked_int_or_none
 from longdelta.plan.chunks import CHUNK, Fragment, Walk, segment_chunks, walk
 from longdelta.plan.flops import ITEMSIZE, Heads
 from longdelta.plan.halo import Halo, halo
@@ -133,18 +133,12 @@ def bytes_needed(
         checked_int("head_k_dim", head_k_dim, least=1),
         checked_int("head_v_dim", head_v_dim, least=1),
     )
-    kernel_size, channels = conv1d_kernel_size, conv_channels
-    if kernel_size is not None:
-        kernel_size = checked_int("conv1d_kernel_size", kernel_size, least=1)
-    if channels is not None:
-        channels = checked_int("conv_channels", channels, least=1)
+    kernel_size = checked_int_or_none("conv1d_kernel_size", conv1d_kernel_size, least=1)
+    channels = checked_int_or_none("conv_channels", conv_channels, least=1)
     ranks, rank = checked_int("ranks", ranks, least=1), checked_int("rank", rank, least=0)
     dtype = str(dtype).removeprefix("torch.")
     save = "light" if save == "auto" else save
-    _check(heads, dtype, save, backend, deterministic)
-    for name in activated:
-        if name not in ACTIVATED:
-            raise InvalidInput(f"activated must be some of {', '.join(ACTIVATED)}; got {name!r}")
+    _check(heads, dtype, save, backend, deterministic, activated)
     if rank >= ranks:
         raise InvalidInput(f"rank must be in [0, {ranks}), got {rank}")
     held = partition(
@@ -329,16 +323,23 @@ def halo_collectives(
     return (ahead,), (back,)
 
 
-def _check(heads: Heads, dtype: str, save: str, backend: str, deterministic: bool) -> None:
+def _check(
+    heads: Heads,
+    dtype: str,
+    save: str,
+    backend: str,
+    deterministic: bool,
+    activated: Sequence[str],
+) -> None:
     if heads.HV % heads.H:
         raise InvalidInput(
             f"num_v_heads must be a multiple of num_heads = {heads.H}, got {heads.HV}"
         )
-    if dtype not in ITEMSIZE:
-        raise InvalidInput(f"dtype must be one of {', '.join(ITEMSIZE)}, got {dtype!r}")
-    if save not in SAVE_MODES:
-        raise InvalidInput(f"save must be one of {', '.join(SAVE_MODES)}, got {save!r}")
-    if backend not in BACKENDS:
-        raise InvalidInput(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    check_choice("dtype", dtype, ITEMSIZE)
+    check_choice("save", save, SAVE_MODES)
+    check_choice("backend", backend, BACKENDS)
     if not isinstance(deterministic, bool):
         raise InvalidInput(f"deterministic must be True or False, got {deterministic!r}")
+    for name in activated:
+        if name not in ACTIVATED:
+            raise InvalidInput(f"activated must be some of {', '.join(ACTIVATED)}; got {name!r}")

@@ -24,8 +24,8 @@ from longdelta.plan.checks import (
     Integers,
     check_options,
     checked_bounds,
-    checked_heads,
     checked_int,
+    checked_int_or_none,
     checked_rows,
     given_pieces,
 )
@@ -216,7 +216,7 @@ class Partition:
             raise InvalidInput(f"fragments must hold one list per rank, got {pieces!r}")
         check_options(layout, align, has_fragments=layout == "fragments")
         bounds = checked_bounds(content["cu_seqlens"])
-        heads = checked_heads(content["num_v_heads"])
+        heads = checked_int_or_none("num_v_heads", content["num_v_heads"], least=1)
         given = given_pieces(bounds, len(pieces), pieces)
         found = _built(bounds, content["rows"], layout, align, heads, given)
         if found.fragments != tuple(map(tuple, given)):
@@ -283,7 +283,7 @@ def partition(
     bounds = checked_bounds(cu_seqlens)
     ranks = checked_int("ranks", ranks, least=1)
     check_options(layout, align, fragments is not None)
-    num_v_heads = checked_heads(num_v_heads)
+    num_v_heads = checked_int_or_none("num_v_heads", num_v_heads, least=1)
     if fragments is not None:
         pieces = given_pieces(bounds, ranks, fragments)
     elif layout == "balanced":
