@@ -233,7 +233,7 @@ def small(monkeypatch, tmp_path) -> Path:
 
 def test_what_is_compiled_ahead_is_found_in_the_cache(small):
     for part in ("forward", "backward", "forward"):
-        compile.ahead(part)
+        compile.ahead().wait(part)
     assert len(list(small.glob("*/*.cubin"))) == len(SMALL)
     assert len(compile._started) == 1
 
@@ -241,8 +241,8 @@ def test_what_is_compiled_ahead_is_found_in_the_cache(small):
 @pytest.mark.parametrize("executable", ["/bin/false", "/bin/true", "/no/such/python", "", None])
 def test_nobody_waits_for_compilers_that_do_not_run(small, monkeypatch, executable):
     monkeypatch.setattr(sys, "executable", executable)
-    compile.ahead("forward")
-    compile.ahead("backward")
+    compile.ahead().wait("forward")
+    compile.ahead().wait("backward")
     assert not list(small.iterdir())
 
 
@@ -258,8 +258,8 @@ def test_what_a_dying_compiler_leaves_is_compiled_by_the_others(small, monkeypat
 
     monkeypatch.setattr(compile, "_worker", worker)
     monkeypatch.setattr(compile, "_WORKERS", 2)
-    compile.ahead("backward")
-    compile.ahead("forward")
+    compile.ahead().wait("backward")
+    compile.ahead().wait("forward")
     if len(started) > 1:  # on one core there is one worker
         assert len(list(small.glob("*/*.cubin"))) == len(SMALL)
 

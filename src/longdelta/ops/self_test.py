@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -95,9 +96,11 @@ def _remembered(device: torch.device, part: str) -> str | None:
     from longdelta.kernels.gluon.compile import ahead
 
     def test() -> dict[str, float]:
-        ahead(part)
+        compiling = ahead()
         with torch.cuda.device(device), _deterministic_or_not():
-            return errors("gluon", cast(Backend, gluon), device, part)
+            return errors(
+                "gluon", cast(Backend, gluon), device, part, ready=partial(compiling.wait, part)
+            )
 
     found = judged(test)
     if found is not None:
@@ -148,19 +151,24 @@ def judged(test: Callable[[], dict[str, float]]) -> str | None:
     return f"relative errors of {', '.join(wrong)}" if wrong else None
 
 
-def errors(name: str, backend: Backend, device: torch.device, part: str) -> dict[str, float]:
+def errors(
+    name: str,
+    backend: Backend,
+    device: torch.device,
+    part: str,
+    ready: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
     """Relative L2 errors against the eager backend's of outputs and states at borders, or of the
     gradients.
 
-    name: of the backend, for the dtypes of the tensors between its stages.
+    name: of the backend, for the dtypes of the tensors between its stages. ready: waits until its
+    kernels are compiled; the eager backend works meanwhile.
     """
     operands, cotangents = _problem(device)
     tables = Tables(walk(_OFFSETS, _HV), operands.q.device)
-    machines = (
-        Machine("eager", eager, tables, Segments()),
-        Machine(name, backend, tables, Segments()),
-    )
-    reference, ours = (_run(machine, operands, cotangents, part) for machine in machines)
+    reference = _run(Machine("eager", eager, tables, Segments()), operands, cotangents, part)
+    ready()
+    ours = _run(Machine(name, backend, tables, Segments()), operands, cotangents, part)
     return {n: _relative(ours[n].double(), reference[n].double()) for n in COMPARED[part]}
 
 

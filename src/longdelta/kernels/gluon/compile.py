@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -44,11 +45,12 @@ SHARED_BYTES = 227 * 1024
 """What a program can have."""
 _WORKERS = 8
 """Processes that compile ahead; each takes a few hundred MB, and each rank may have its own."""
-FORWARD: tuple[Variant, ...] = (*ACTIVATE, *PREPARE, *SUMMARIZE, *FOLD, *SCAN)
+# Whatever takes longest to compile comes first.
+FORWARD: tuple[Variant, ...] = (*PREPARE, *SCAN, *SUMMARIZE, *FOLD, *ACTIVATE)
 BACKWARD: tuple[Variant, ...] = (
-    *ADJOINT_SUMMARIZE,
-    *ADJOINT_SCAN,
     *GRADIENTS,
+    *ADJOINT_SCAN,
+    *ADJOINT_SUMMARIZE,
     *ADJOINT_ACTIVATE,
 )
 VARIANTS = (*FORWARD, *BACKWARD)
@@ -159,7 +161,7 @@ def _follows(ptx: str) -> bool:
     return 0 <= before.find("griddepcontrol.wait") < before.find("griddepcontrol.launch_dependents")
 
 
-class _Ahead:
+class Ahead:
     """Variants on their way into Triton's cache, in processes side by side, the forward's first.
 
     One after another, as they are launched, they take half a minute, and threads of one process
@@ -167,13 +169,9 @@ class _Ahead:
     """
 
     def __init__(self) -> None:
-        parts = {"backward": BACKWARD, "forward": FORWARD}
+        parts = {"forward": FORWARD, "backward": BACKWARD}
         self._left = {part: len(variants) for part, variants in parts.items()}
-        self._waiting = [
-            (part, variant.name)
-            for part, variants in parts.items()
-            for variant in sorted(variants, key=lambda v: v.products)
-        ]
+        self._waiting = deque((part, v.name) for part, variants in parts.items() for v in variants)
         self._changed = threading.Condition()
         can = bool(sys.executable) and not getattr(sys, "frozen", False)
         self._workers = min(len(os.sched_getaffinity(0)), _WORKERS) if can else 0
@@ -181,13 +179,13 @@ class _Ahead:
             threading.Thread(target=self._keep_busy, daemon=True).start()
 
     def wait(self, part: str) -> None:
-        """Until all of a part is there, or nobody is left to compile it."""
+        """Until all of a "forward" or a "backward" is there, or nobody is left to compile it."""
         with self._changed:
             self._changed.wait_for(lambda: not self._left[part] or not self._workers)
 
     def _next(self) -> tuple[str, str] | None:
         with self._changed:
-            return self._waiting.pop() if self._waiting else None
+            return self._waiting.popleft() if self._waiting else None
 
     def _keep_busy(self) -> None:
         """One worker, as long as it answers; the last one's name goes back where it does not."""
@@ -195,7 +193,7 @@ class _Ahead:
             with contextlib.suppress(OSError), _worker() as worker:
                 while (named := self._next()) is not None:
                     if not _compiled_by(worker, named[1]):
-                        self._waiting.append(named)
+                        self._waiting.appendleft(named)
                         break
                     with self._changed:
                         self._left[named[0]] -= 1
@@ -229,17 +227,17 @@ def _compiled_by(worker: Any, name: str) -> bool:
         return False
 
 
-_started: dict[int, _Ahead] = {}
+_started: dict[int, Ahead] = {}
 """By process: a child has none of its parent's threads."""
 
 
-def ahead(part: str) -> None:
-    """Waits until the variants of a "forward" or a "backward" are in Triton's cache, where launches
-    find them; the first call starts to compile both."""
+def ahead() -> Ahead:
+    """What brings the variants into Triton's cache, where launches find them; begins with the first
+    call of this process."""
     process = os.getpid()
     if process not in _started:
-        _started[process] = _Ahead()
-    _started[process].wait(part)
+        _started[process] = Ahead()
+    return _started[process]
 
 
 def serve(folder: str) -> None:
