@@ -87,12 +87,12 @@ def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr):
             mbarrier.expect(bar, TILES * 16384 + 8192)
             y = row + size
             x = 64 - size
+            async_load(zd, [slot * 64, 0], bar, zs.index(s))
             k_tile = reinterpret(ks.index(s), gl.bfloat16, [1, 64, 1, 128], RAG)
             async_load(kd, [y, x, hk, 0], bar, k_tile)
             if OUT:
                 q_tile = reinterpret(qs.index(s), gl.bfloat16, [1, 64, 1, 128], RAG)
                 async_load(qd, [y, x, hk, 0], bar, q_tile)
-            async_load(zd, [slot * 64, 0], bar, zs.index(s))
             v0 = reinterpret(v0s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
             v1 = reinterpret(v1s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
             async_load(vd, [y, x, h, 0], bar, v0)
@@ -447,12 +447,11 @@ def _variant(
     TAPES: bool,
     STATES: bool = True,
     V_FIRST: bool = False,
-    spills: int = 16,
 ) -> Variant:
     flags = {"INITIAL": STATES, "FINAL": STATES and OUT, "V_FIRST": V_FIRST}
     flags |= {"OUT": OUT, "TAPES": TAPES}
     constants = flags | {"STAGES": 2 if OUT and TAPES else 3}
-    return Variant(name, scan_kernel, products, constants, spills=spills)
+    return Variant(name, scan_kernel, products, constants)
 
 
 VARIANTS = (
@@ -462,6 +461,5 @@ VARIANTS = (
     _variant("scan, both", 64, OUT=True, TAPES=True),
     _variant("scan, no states", 64, OUT=True, TAPES=False, STATES=False),
     _variant("scan, tapes alone, no states", 32, OUT=False, TAPES=True, STATES=False),
-    # Under Triton 3.9; 8 under 3.6.
-    _variant("scan, both, no states", 64, OUT=True, TAPES=True, STATES=False, spills=20),
+    _variant("scan, both, no states", 64, OUT=True, TAPES=True, STATES=False),
 )
