@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
@@ -121,7 +121,23 @@ class Device:
 
 
 @pytest.fixture
-def launched(monkeypatch) -> Iterator[set[str]]:
+def gpu_of(monkeypatch) -> Iterator[Callable[[int], None]]:
+    """Gives the GPU so many multiprocessors: on few a walk is not taken in halves."""
+    properties = SimpleNamespace()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def settle(multiprocessors: int) -> None:
+        properties.multi_processor_count = multiprocessors
+        launch.multiprocessors.cache_clear()
+        plans._tables.cache_clear()
+
+    settle(132)
+    yield settle
+    settle(0)
+
+
+@pytest.fixture
+def launched(monkeypatch, gpu_of) -> Iterator[set[str]]:
     """The Hopper backend on this machine; what its launches would compile, and none is made."""
     found: set[str] = set()
 
@@ -145,17 +161,13 @@ def launched(monkeypatch) -> Iterator[set[str]]:
     monkeypatch.setattr(launch, "_stream", lambda device: 0)
     monkeypatch.setattr(launch, "call_of", lambda compiled, rest: (lambda *words: None, False))
     monkeypatch.setattr(launch.toolchain, "compiling", nullcontext)
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(select, "_gluon_reason", lambda *problem: None)
     monkeypatch.setattr(select, "_selected", {})
     monkeypatch.setattr(library, "require_backward", lambda device: None)
-    plans._tables.cache_clear()
     monkeypatch.setattr(driver, "_active", Device())
     yield found
     for kernel in kernels:  # which keep the compiler that they found
         kernel.compile = triton.compile
-    plans._tables.cache_clear()
 
 
 def key(source: GluonASTSource) -> str:
@@ -197,7 +209,11 @@ def train(raw: tuple[str, ...], H: int, HV: int, states: bool, **options: Any) -
 @pytest.mark.parametrize("raw", RAW.values(), ids=RAW)
 @pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize(("H", "HV"), [(16, 48), (2, 6)])
-def test_training_steps_launch_what_is_compiled_ahead(launched, save, raw, states, H, HV):
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_training_steps_launch_what_is_compiled_ahead(
+    launched, gpu_of, save, raw, states, H, HV, multiprocessors
+):
+    gpu_of(multiprocessors)
     train(raw, H, HV, states, save=save)
     assert {each.split()[0] for each in launched} >= {
         "prepare_kernel",
@@ -208,12 +224,14 @@ def test_training_steps_launch_what_is_compiled_ahead(launched, save, raw, state
     assert launched <= {key(compile.source(variant)) for variant in VARIANTS}
 
 
-def test_every_variant_is_launched_by_some_training_step(launched):
-    for raw in RAW.values():
-        for states in (False, True):
-            train(raw, 2, 6, states, save="light")
-            train(raw, 2, 6, states, save="full")
-    train((), 2, 6, True, state_v_first=True)
+def test_every_variant_is_launched_by_some_training_step(launched, gpu_of):
+    for multiprocessors in (1, 132):
+        gpu_of(multiprocessors)
+        for raw in RAW.values():
+            for states in (False, True):
+                train(raw, 2, 6, states, save="light")
+                train(raw, 2, 6, states, save="full")
+        train((), 2, 6, True, state_v_first=True)
     unused = [v.name for v in VARIANTS if key(compile.source(v)) not in launched]
     assert not unused
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from longdelta import gdn_backward, gdn_forward, support
+from longdelta.kernels.gluon import halves
 from longdelta.kernels.stages import Tables
 from longdelta.ops.saved import Sizes
 from longdelta.ops.select import stages
@@ -131,6 +132,26 @@ def borders(documents: int, HV: int) -> tuple[Tables, Tensor, Tensor, Tensor]:
     M = torch.randn(plan.maps, HV, 128, 128, device="cuda") / 16
     S = torch.randn(plan.borders, HV, 128, 128, device="cuda")
     return Tables(plan, torch.device("cuda")), M, torch.zeros(plan.maps, HV, device="cuda"), S
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        SPLIT,
+        Workload(lengths=(37, 0, 130, 1, 64), H=1, HV=3, gates="reset", initial=False),
+        Workload(lengths=(300,) * 90, H=2, HV=4),  # more tasks than multiprocessors
+    ],
+    ids=["split", "ragged", "many"],
+)
+@pytest.mark.parametrize("options", [{}, {"save": "full"}, {"state_v_first": True}], ids=str)
+def test_halves_of_walks_have_the_bits_of_whole_ones(monkeypatch, work, options):
+    x, cotangents = GLUON.inputs(work, BF16), GLUON.cotangents(work, BF16)
+    found = []
+    for groups in (2, 1):
+        monkeypatch.setattr(halves, "groups_of", lambda tables, HV, groups=groups: groups)
+        with launch.fresh():
+            found.append(GLUON.evaluate(x, cotangents, **options))
+    assert_bitwise(*found)
 
 
 @pytest.mark.parametrize("adjoint", [False, True], ids=["fold", "adjoint_fold"])

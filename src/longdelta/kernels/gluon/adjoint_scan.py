@@ -2,10 +2,11 @@
 
     dU = (s Gam Q K^T)^T dO + r (K dS)        dR = dU + (Gam b_i Z)^T dU
     dS <- gamma dS + Q^T (s E dO) - K^T (b E dR)
-One program walks one (segment, value head) after another, from the last chunk to the first. Two
-warp groups hold 64 values of the cotangent each, transposed, [values, keys] in fp32, in registers,
-as scan holds the state. A third group makes Gam b Z and P = s Gam Q K^T ahead of them, as [i, j],
-which is how transposed products read them, and the vectors s E, -b E and r; a single warp loads.
+One program walks one (segment, value head) after another, from the last chunk to the first, or
+halves of them (halves.py). Each of its one or two groups of the cotangent holds 64 values of it,
+transposed, [values, keys] in fp32, in registers, as scan holds the state. Another makes Gam b Z and
+P = s Gam Q K^T ahead of them, as [i, j], which is how transposed products read them, and the
+vectors s E, -b E and r; a single warp loads.
 
 Per chunk and group: K dS and P^T dO, and under them the tape of dS; then (Gam b Z)^T dU, under it
 gamma dS and s E dO; then Q^T s E dO, under it b E dR; then K^T b E dR, under it the tape of dR.
@@ -16,12 +17,13 @@ d_final_state or from zero; borders are read only.
 Rounded to bf16, each once: dS (the operand is the tape), P, Gam b Z, dU, s E dO, b E dR, and dR for
 its tape. b is a factor of Gam b Z, not of dU, as in scan: one rounding either way, 45 instructions
 fewer. s E is a factor of dO, not of Q: one rounding either way and about 180 instructions either
-way, which two groups share here; in the third Q would be read and written once more, 32 KB of the
+way, which two groups share here; in the other Q would be read and written once more, 32 KB of the
 400 that a chunk moves through shared memory.
 
 Grid: scan's tasks. Barriers, by stage: full (tiles, G and b are there), ready (Gam b Z, P and the
-vectors are made), empty (both groups of the cotangent are done). Shared memory: a ring of two
-stages of 64 KB (Q, K, dO, Z, P); dS and dR for the tapes, 48 KB.
+vectors are made), empty (the groups of the cotangent are done). Shared memory: a ring of two
+stages of 64 KB (Q, K, dO, Z, P); dS and dR for the tapes, 48 KB. With one group three stages of
+56 KB, and 24 KB.
 Exact: where no gate is positive no exponent is, and Gam's mask selects before exp2. Rows that a
 chunk lacks have q, k, do and b of zero, add nothing and leave zeros in dR. What is taken and
 given of first and last states does not change the tapes' instructions.
@@ -40,7 +42,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from longdelta.kernels.gluon import halves
 from longdelta.kernels.gluon.dialect import async_load, barrier, follow, reinterpret
+from longdelta.kernels.gluon.halves import walk_of
 from longdelta.kernels.gluon.states import laid_out, state_pointers
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import (
@@ -62,7 +66,7 @@ from longdelta.runtime.launch import Program, programs, resolved
 
 
 @gluon.jit
-def _load(given, STAGES: gl.constexpr):
+def _load(given, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     loads, vectors, chunks, GROUP, walks, smem = given
     qd, kd, od, zd = loads
     Gp, bp = vectors
@@ -75,8 +79,7 @@ def _load(given, STAGES: gl.constexpr):
     t = gl.program_id(0)
     more = True
     while more:
-        seg = t // HV
-        h = t - seg * HV
+        seg, h, column = walk_of(t, HV, GROUPS)
         first = gl.load(tasks + seg * 8)
         n = gl.load(tasks + seg * 8 + 1)
         hk = h // GROUP
@@ -88,7 +91,7 @@ def _load(given, STAGES: gl.constexpr):
             b = gl.load(bp + (row + lane).to(gl.int64) * HV + h, mask=lane < size, other=0.0)
             mbarrier.wait(empty.index(s), phase ^ 1)
             bar = full.index(s)
-            mbarrier.expect(bar, 3 * 16384 + 8192)
+            mbarrier.expect(bar, 32768 + 8192 * (1 + GROUPS))
             y = row + size
             x = 64 - size
             k_tile = reinterpret(ks.index(s), gl.bfloat16, [1, 64, 1, 128], RAG)
@@ -97,12 +100,13 @@ def _load(given, STAGES: gl.constexpr):
             async_load(qd, [y, x, hk, 0], bar, q_tile)
             async_load(zd, [slot * 64, 0], bar, zs.index(s))
             d0 = reinterpret(d0s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
-            d1 = reinterpret(d1s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
-            async_load(od, [y, x, h, 0], bar, d0)
+            async_load(od, [y, x, h, column], bar, d0)
             # Ahead of the last tile: after it Triton 3.9's registers do not suffice.
             gs.index(s).store(g2)
             bs.index(s).store(b)
-            async_load(od, [y, x, h, 64], bar, d1)
+            if GROUPS == 2:
+                d1 = reinterpret(d1s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
+                async_load(od, [y, x, h, 64], bar, d1)
             barrier()
             mbarrier.arrive(bar, count=1)
             s, phase = next_stage(s, phase, STAGES)
@@ -111,7 +115,7 @@ def _load(given, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _within(given, STAGES: gl.constexpr):
+def _within(given, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """Gam b Z over Z in place, P, and the rows' factors."""
     scale, walks, smem = given
     tasks, n_tasks, HV = walks
@@ -128,7 +132,7 @@ def _within(given, STAGES: gl.constexpr):
     t = gl.program_id(0)
     more = True
     while more:
-        n = gl.load(tasks + (t // HV) * 8 + 1)
+        n = gl.load(tasks + walk_of(t, HV, GROUPS)[0] * 8 + 1)
         for _ in range(n):
             mbarrier.wait(full.index(s), phase)
             a = gl.zeros([64, 64], gl.float32, L)
@@ -172,6 +176,7 @@ def _walk(
     FINAL: gl.constexpr,
     V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     stores, states, walks, smem = given
     sd, ud = stores
@@ -184,7 +189,6 @@ def _walk(
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
     CU: gl.constexpr = gl.SliceLayout(0, LU)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    COLUMN: gl.constexpr = 64 * HALF
     gz = reinterpret(zs, gl.bfloat16, [STAGES, 64, 64], zs.layout)
     snap = snaps.index(HALF)
     tape = tapes.index(HALF)
@@ -193,8 +197,8 @@ def _walk(
     t = gl.program_id(0)
     more = True
     while more:
-        seg = t // HV
-        h = t - seg * HV
+        seg, h, column = walk_of(t, HV, GROUPS)
+        column += 64 * HALF
         first = gl.load(tasks + seg * 8)
         n = gl.load(tasks + seg * 8 + 1)
         start = gl.load(tasks + seg * 8 + 2)
@@ -202,10 +206,10 @@ def _walk(
         leave = gl.load(tasks + seg * 8 + 5)
         S = gl.zeros([64, 128], gl.float32, LS)
         if leave >= 0:
-            S = gl.load(state_pointers(border, leave * HV + h, COLUMN, False, LS))
+            S = gl.load(state_pointers(border, leave * HV + h, column, False, LS))
         elif FINAL:
             if end >= 0:
-                S = gl.load(state_pointers(final, end * HV + h, COLUMN, V_FIRST, LS))
+                S = gl.load(state_pointers(final, end * HV + h, column, V_FIRST, LS))
         Sb = to_bf16(S)
         for c in range(first + n - 1, first - 1, -1):
             k = ks.index(s)
@@ -217,7 +221,7 @@ def _walk(
             p = gl.zeros([64, 64], gl.float32, LU)
             o = ds.index(s).permute((1, 0))
             p = warpgroup_mma(o, ps.index(s), p, use_acc=False, is_async=True)
-            put(sd, [(c * HV + h) * 128, COLUMN], snap, Sb, 1)
+            put(sd, [(c * HV + h) * 128, column], snap, Sb, 1)
             r = rs.index(s).load(CU)
             done = warpgroup_mma_wait(0, [u, p, a])
             w = done[1] + done[0] * r[None, :]
@@ -233,7 +237,7 @@ def _walk(
             w = warpgroup_mma_wait(1, [w, y])[0]
             x = gl.convert_layout(to_bf16(w * e[None, :]), AS)
             S = warpgroup_mma(x, k, S, is_async=True)
-            put(ud, [(c * HV + h) * 64, COLUMN], tape, to_bf16(w), 1)
+            put(ud, [(c * HV + h) * 64, column], tape, to_bf16(w), 1)
             S = warpgroup_mma_wait(0, [S, d, x])[0]
             Sb = to_bf16(S)
             barrier()
@@ -241,7 +245,7 @@ def _walk(
             s, phase = next_stage(s, phase, STAGES)
         if INITIAL:
             if start >= 0:
-                gl.store(state_pointers(initial, start * HV + h, COLUMN, V_FIRST, LS), S)
+                gl.store(state_pointers(initial, start * HV + h, column, V_FIRST, LS), S)
         t += gl.num_programs(0)
         more = t < n_tasks
     tma.store_wait(0)
@@ -270,6 +274,7 @@ def adjoint_scan_kernel(
     FINAL: gl.constexpr,
     V_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     follow()
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -278,11 +283,13 @@ def adjoint_scan_kernel(
     qs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
     d0s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
-    d1s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
+    d1s = d0s
+    if GROUPS == 2:
+        d1s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
     zs = gl.allocate_shared_memory(gl.float16, [STAGES, 64, 64], tile)
     ps = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
-    snaps = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 64], tile)
-    tapes = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)
+    snaps = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 128, 64], tile)
+    tapes = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 64], tile)
     gs = gl.allocate_shared_memory(gl.float32, [STAGES, 64], vector)
     bs = gl.allocate_shared_memory(gl.float32, [STAGES, 64], vector)
     es = gl.allocate_shared_memory(gl.float32, [STAGES, 64], vector)
@@ -293,7 +300,7 @@ def adjoint_scan_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=2)
-        mbarrier.init(empty.index(s), count=2)
+        mbarrier.init(empty.index(s), count=GROUPS)
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
     walks = (tasks, n_tasks, HV)
@@ -305,20 +312,31 @@ def adjoint_scan_kernel(
     walk1 = (stores, states, walks, group1)
     within = (scale, walks, (qs, ks, zs, ps, gs, bs, es, rs, ws, full, ready))
     load = ((qd, kd, od, zd), (G, beta), chunks, GROUP, walks, ring)
-    gl.warp_specialize(
-        [
-            (_walk, (walk0, 0, INITIAL, FINAL, V_FIRST, STAGES)),
-            (_walk, (walk1, 1, INITIAL, FINAL, V_FIRST, STAGES)),
-            (_within, (within, STAGES)),
-            (_load, (load, STAGES)),
-        ],
-        [4, 4, 1],
-        [200, 88, 24],
-    )
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_walk, (walk0, 0, INITIAL, FINAL, V_FIRST, STAGES, GROUPS)),
+                (_walk, (walk1, 1, INITIAL, FINAL, V_FIRST, STAGES, GROUPS)),
+                (_within, (within, STAGES, GROUPS)),
+                (_load, (load, STAGES, GROUPS)),
+            ],
+            [4, 4, 1],
+            [200, 88, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_walk, (walk0, 0, INITIAL, FINAL, V_FIRST, STAGES, GROUPS)),
+                (_within, (within, STAGES, GROUPS)),
+                (_load, (load, STAGES, GROUPS)),
+            ],
+            [4, 1],
+            [232, 24],
+        )
 
 
-_STAGES = 2
-"""Chunks in shared memory."""
+_STAGES = {2: 2, 1: 3}
+"""Chunks in shared memory, by state groups."""
 
 
 def _program(
@@ -330,21 +348,23 @@ def _program(
     FINAL: bool,
     V_FIRST: bool,
 ) -> Program:
-    walks = tables.scan.count * HV
+    groups = halves.groups_of(tables, HV)
+    tasks = tables.scan.count * HV * 2 // groups
     return Program(
         adjoint_scan_kernel,
-        programs(walks, tables.scan.longest, tables.device),
+        programs(tasks, tables.scan.longest, tables.device),
         tables.device,
         tables.scan.rows,
         tables.chunks,
-        walks,
+        tasks,
         HV,
         HV // H,
         scale,
         INITIAL=INITIAL,
         FINAL=FINAL,
         V_FIRST=V_FIRST,
-        STAGES=_STAGES,
+        STAGES=_STAGES[groups],
+        GROUPS=groups,
     )
 
 
@@ -398,13 +418,18 @@ def adjoint_scan(
     )
 
 
-def _variant(name: str, STATES: bool = True, V_FIRST: bool = False) -> Variant:
-    constants = {"INITIAL": STATES, "FINAL": STATES, "V_FIRST": V_FIRST, "STAGES": _STAGES}
-    return Variant(name, adjoint_scan_kernel, 56, constants)
+def _variants(groups: int) -> tuple[Variant, ...]:
+    def variant(name: str, STATES: bool, V_FIRST: bool = False) -> Variant:
+        constants = {"INITIAL": STATES, "FINAL": STATES, "V_FIRST": V_FIRST}
+        constants |= {"STAGES": _STAGES[groups], "GROUPS": groups}
+        name += "" if groups == 2 else ", halves"
+        return Variant(name, adjoint_scan_kernel, 8 + 24 * groups, constants)
+
+    return (
+        variant("adjoint_scan", STATES=True),
+        variant("adjoint_scan, value first", STATES=True, V_FIRST=True),
+        variant("adjoint_scan, no states", STATES=False),
+    )
 
 
-VARIANTS = (
-    _variant("adjoint_scan"),
-    _variant("adjoint_scan, value first", V_FIRST=True),
-    _variant("adjoint_scan, no states", STATES=False),
-)
+VARIANTS = (*_variants(groups=2), *_variants(groups=1))

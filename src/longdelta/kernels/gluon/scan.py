@@ -2,21 +2,23 @@
 
     W = V - E K S        Uh = W + (Gam Z b_j) W
     O = s E Q S + (s Gam Q K^T b_j) Uh        S <- gamma S + K^T (r b Uh)
-One program walks one (segment, value head) after another. Two warp groups hold 64 values of the
-state each, transposed, [values, keys] in fp32, in registers: it is itself the operand of the
-products with K and Q and never passes through shared memory. A third group makes Gam Z b and
-P = s Gam Q K^T b ahead of them, a single warp loads.
+One program walks one (segment, value head) after another, or halves of them (halves.py). Each of
+its one or two state groups holds 64 values of the state, transposed, [values, keys] in fp32, in
+registers: it is itself the operand of the products with K and Q and never passes through shared
+memory. A group of warps more makes Gam Z b and P = s Gam Q K^T b ahead of them, a single one
+loads.
 
 Per chunk and group: K S and Q S, then (Gam Z b) W, then K^T r b Uh, and under the next state's
 conversion P Uh. O is stored a chunk later, under K S, since the next chunk waits for nothing of it.
-A state group has 200 registers and needs them all in the loop over chunks, so nothing is kept
-through it that can be had again: addresses of states (states.py, Note [Addresses]), offsets for
-stages (`next_stage`), those of a path without any walk (a program has one at least). For that the
-third group makes do with 88 and works on a quarter of the columns at a time.
+A state group of two has 200 registers and needs them all in the loop over chunks, so nothing is
+kept through it that can be had again: addresses of states (states.py, Note [Addresses]), offsets
+for stages (`next_stage`), those of a path without any walk (a program has one at least). For that
+the group of Gam Z b makes do with 88 and works on a quarter of the columns at a time.
 
-Barriers, by stage: full (tiles and vectors are there), ready (Gam Z b and P are made), empty (both
+Barriers, by stage: full (tiles and vectors are there), ready (Gam Z b and P are made), empty (the
 state groups are done). Shared memory: a ring of three stages of 64 KB (Q, K, V, Z, P), two where
-both o and tapes are wanted; O, 16 KB; S and Uh for the tapes, 48 KB. S and Uh come from the same
+both o and tapes are wanted; O, 16 KB; S and Uh for the tapes, 48 KB. With one state group three
+stages of 56 KB; 8 and 24 KB. S and Uh come from the same
 instructions whether or not o and tapes are wanted.
 """
 
@@ -33,7 +35,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from longdelta.kernels.gluon import halves
 from longdelta.kernels.gluon.dialect import async_load, barrier, follow, reinterpret
+from longdelta.kernels.gluon.halves import walk_of
 from longdelta.kernels.gluon.states import laid_out, state_pointers
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import (
@@ -55,22 +59,21 @@ from longdelta.runtime.launch import Program, programs, resolved
 
 
 @gluon.jit
-def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr):
+def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     loads, vectors, chunks, GROUP, walks, smem = given
     qd, kd, vd, zd = loads
     Gp, bp = vectors
     tasks, n_tasks, HV = walks
     qs, ks, v0s, v1s, zs, gs, bs, es, rs, full, empty = smem
     RAG: gl.constexpr = kd.layout
-    TILES: gl.constexpr = 3 if OUT else 2
+    BYTES: gl.constexpr = (32768 if OUT else 16384) + 8192 * (1 + GROUPS)
     lane = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
     s = 0
     phase = 0
     t = gl.program_id(0)
     more = True
     while more:
-        seg = t // HV
-        h = t - seg * HV
+        seg, h, column = walk_of(t, HV, GROUPS)
         first = gl.load(tasks + seg * 8)
         n = gl.load(tasks + seg * 8 + 1)
         hk = h // GROUP
@@ -84,7 +87,7 @@ def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr):
             b = gl.load(bp + (row + lane).to(gl.int64) * HV + h, mask=lane < size, other=0.0)
             mbarrier.wait(empty.index(s), phase ^ 1)
             bar = full.index(s)
-            mbarrier.expect(bar, TILES * 16384 + 8192)
+            mbarrier.expect(bar, BYTES)
             y = row + size
             x = 64 - size
             async_load(zd, [slot * 64, 0], bar, zs.index(s))
@@ -94,9 +97,10 @@ def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr):
                 q_tile = reinterpret(qs.index(s), gl.bfloat16, [1, 64, 1, 128], RAG)
                 async_load(qd, [y, x, hk, 0], bar, q_tile)
             v0 = reinterpret(v0s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
-            v1 = reinterpret(v1s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
-            async_load(vd, [y, x, h, 0], bar, v0)
-            async_load(vd, [y, x, h, 64], bar, v1)
+            async_load(vd, [y, x, h, column], bar, v0)
+            if GROUPS == 2:
+                v1 = reinterpret(v1s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
+                async_load(vd, [y, x, h, 64], bar, v1)
             gs.index(s).store(g2)
             bs.index(s).store(b)
             es.index(s).store(-gl.exp2(g2))
@@ -109,7 +113,7 @@ def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _within(given, OUT: gl.constexpr, STAGES: gl.constexpr):
+def _within(given, OUT: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """Gam Z b over Z in place, and P."""
     scale, walks, smem = given
     tasks, n_tasks, HV = walks
@@ -125,7 +129,7 @@ def _within(given, OUT: gl.constexpr, STAGES: gl.constexpr):
     t = gl.program_id(0)
     more = True
     while more:
-        n = gl.load(tasks + (t // HV) * 8 + 1)
+        n = gl.load(tasks + walk_of(t, HV, GROUPS)[0] * 8 + 1)
         for _ in range(n):
             mbarrier.wait(full.index(s), phase)
             if OUT:
@@ -175,6 +179,7 @@ def _walk(
     OUT: gl.constexpr,
     TAPES: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     stores, states, chunks, scale, walks, smem = given
     od, sd, ud = stores
@@ -187,7 +192,6 @@ def _walk(
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
     CU: gl.constexpr = gl.SliceLayout(0, LU)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    COLUMN: gl.constexpr = 64 * HALF
     PENDING: gl.constexpr = (1 if OUT else 0) + (2 if TAPES else 0) - 1
     gz = reinterpret(zs, gl.bfloat16, [STAGES, 64, 64], zs.layout)
     out = outs.index(HALF)
@@ -196,12 +200,12 @@ def _walk(
     s = 0
     phase = 0
     o3 = gl.zeros([64, 64], gl.bfloat16, LU)
-    at = (0, 0, 0, COLUMN)  # no rows
+    at = (0, 0, 0, 64 * HALF)  # no rows
     t = gl.program_id(0)
     more = True
     while more:
-        seg = t // HV
-        h = t - seg * HV
+        seg, h, column = walk_of(t, HV, GROUPS)
+        column += 64 * HALF
         first = gl.load(tasks + seg * 8)
         n = gl.load(tasks + seg * 8 + 1)
         start = gl.load(tasks + seg * 8 + 2)
@@ -209,9 +213,9 @@ def _walk(
         enter = gl.load(tasks + seg * 8 + 4)
         S = gl.zeros([64, 128], gl.float32, LS)
         if enter >= 0:
-            S = gl.load(state_pointers(border, enter * HV + h, COLUMN, False, LS))
+            S = gl.load(state_pointers(border, enter * HV + h, column, False, LS))
         elif INITIAL:
-            S = gl.load(state_pointers(initial, start * HV + h, COLUMN, V_FIRST, LS))
+            S = gl.load(state_pointers(initial, start * HV + h, column, V_FIRST, LS))
         Sb = to_bf16(S)
         for c in range(first, first + n):
             k = ks.index(s)
@@ -224,7 +228,7 @@ def _walk(
                 o = gl.zeros([64, 64], gl.float32, LU)
                 o = warpgroup_mma(a, qs.index(s).permute((1, 0)), o, use_acc=False, is_async=True)
             if TAPES:
-                put(sd, [(c * HV + h) * 128, COLUMN], snap, Sb, PENDING)
+                put(sd, [(c * HV + h) * 128, column], snap, Sb, PENDING)
             v = vs.index(s).permute((1, 0)).load(LU)
             mbarrier.wait(ready.index(s), phase)
             if OUT:
@@ -250,9 +254,9 @@ def _walk(
                 y = gl.convert_layout(Uh, AU)
                 o2 = warpgroup_mma(y, ps.index(s).permute((1, 0)), o2, is_async=True)
             if TAPES:
-                put(ud, [(c * HV + h) * 64, COLUMN], tape, Uh, PENDING)
+                put(ud, [(c * HV + h) * 64, column], tape, Uh, PENDING)
             if OUT:
-                at = (gl.load(chunks + 2 * c), gl.load(chunks + 2 * c + 1), h, COLUMN)
+                at = (gl.load(chunks + 2 * c), gl.load(chunks + 2 * c + 1), h, column)
                 S = warpgroup_mma_wait(1, [S, x])[0]
                 Sb = to_bf16(S)
                 o3 = to_bf16(warpgroup_mma_wait(0, [o2, y])[0])
@@ -264,7 +268,7 @@ def _walk(
             s, phase = next_stage(s, phase, STAGES)
         if FINAL:
             if end >= 0:
-                gl.store(state_pointers(final, end * HV + h, COLUMN, V_FIRST, LS), S)
+                gl.store(state_pointers(final, end * HV + h, column, V_FIRST, LS), S)
         t += gl.num_programs(0)
         more = t < n_tasks
     if OUT:
@@ -298,6 +302,7 @@ def scan_kernel(
     OUT: gl.constexpr,
     TAPES: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     follow()
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -305,7 +310,9 @@ def scan_kernel(
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
     v0s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
-    v1s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
+    v1s = v0s
+    if GROUPS == 2:
+        v1s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
     zs = gl.allocate_shared_memory(gl.float16, [STAGES, 64, 64], tile)
     qs = ks
     ps = v0s
@@ -315,10 +322,10 @@ def scan_kernel(
     if OUT:
         qs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
         ps = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
-        outs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)
+        outs = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 64], tile)
     if TAPES:
-        snaps = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 64], tile)
-        tapes = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)
+        snaps = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 128, 64], tile)
+        tapes = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, 64], tile)
     gs = gl.allocate_shared_memory(gl.float32, [STAGES, 64], vector)
     bs = gl.allocate_shared_memory(gl.float32, [STAGES, 64], vector)
     es = gl.allocate_shared_memory(gl.float32, [STAGES, 64], vector)
@@ -328,7 +335,7 @@ def scan_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=2)
-        mbarrier.init(empty.index(s), count=2)
+        mbarrier.init(empty.index(s), count=GROUPS)
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
     walks = (tasks, n_tasks, HV)
@@ -340,16 +347,32 @@ def scan_kernel(
     walk1 = (stores, states, chunks, scale, walks, group1)
     within = (scale, walks, (qs, ks, zs, ps, gs, bs, full, ready))
     load = ((qd, kd, vd, zd), (G, beta), chunks, GROUP, walks, ring)
-    gl.warp_specialize(
-        [
-            (_walk, (walk0, 0, INITIAL, FINAL, V_FIRST, OUT, TAPES, STAGES)),
-            (_walk, (walk1, 1, INITIAL, FINAL, V_FIRST, OUT, TAPES, STAGES)),
-            (_within, (within, OUT, STAGES)),
-            (_load, (load, OUT, STAGES)),
-        ],
-        [4, 4, 1],
-        [200, 88, 24],
-    )
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_walk, (walk0, 0, INITIAL, FINAL, V_FIRST, OUT, TAPES, STAGES, GROUPS)),
+                (_walk, (walk1, 1, INITIAL, FINAL, V_FIRST, OUT, TAPES, STAGES, GROUPS)),
+                (_within, (within, OUT, STAGES, GROUPS)),
+                (_load, (load, OUT, STAGES, GROUPS)),
+            ],
+            [4, 4, 1],
+            [200, 88, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_walk, (walk0, 0, INITIAL, FINAL, V_FIRST, OUT, TAPES, STAGES, GROUPS)),
+                (_within, (within, OUT, STAGES, GROUPS)),
+                (_load, (load, OUT, STAGES, GROUPS)),
+            ],
+            [4, 1],
+            [232, 24],
+        )
+
+
+def _stages(OUT: bool, TAPES: bool, groups: int) -> int:
+    """Chunks in shared memory."""
+    return 2 if OUT and TAPES and groups == 2 else 3
 
 
 def _program(
@@ -363,14 +386,15 @@ def _program(
     OUT: bool,
     TAPES: bool,
 ) -> Program:
-    walks = tables.scan.count * HV
+    groups = halves.groups_of(tables, HV)
+    tasks = tables.scan.count * HV * 2 // groups
     return Program(
         scan_kernel,
-        programs(walks, tables.scan.longest, tables.device),
+        programs(tasks, tables.scan.longest, tables.device),
         tables.device,
         tables.scan.rows,
         tables.chunks,
-        walks,
+        tasks,
         HV,
         HV // H,
         scale,
@@ -379,7 +403,8 @@ def _program(
         V_FIRST=V_FIRST,
         OUT=OUT,
         TAPES=TAPES,
-        STAGES=2 if OUT and TAPES else 3,
+        STAGES=_stages(OUT, TAPES, groups),
+        GROUPS=groups,
     )
 
 
@@ -440,26 +465,28 @@ def scan(
     )
 
 
-def _variant(
-    name: str,
-    products: int,
-    OUT: bool,
-    TAPES: bool,
-    STATES: bool = True,
-    V_FIRST: bool = False,
-) -> Variant:
-    flags = {"INITIAL": STATES, "FINAL": STATES and OUT, "V_FIRST": V_FIRST}
-    flags |= {"OUT": OUT, "TAPES": TAPES}
-    constants = flags | {"STAGES": 2 if OUT and TAPES else 3}
-    return Variant(name, scan_kernel, products, constants)
+def _variants(groups: int) -> tuple[Variant, ...]:
+    within, a_group = 8, (28, 16)  # with and without o
+
+    def variant(
+        name: str, *, OUT: bool, TAPES: bool, STATES: bool, V_FIRST: bool = False
+    ) -> Variant:
+        flags = {"INITIAL": STATES, "FINAL": STATES and OUT, "V_FIRST": V_FIRST}
+        flags |= {"OUT": OUT, "TAPES": TAPES}
+        constants = flags | {"STAGES": _stages(OUT, TAPES, groups), "GROUPS": groups}
+        products = groups * a_group[0] + within if OUT else groups * a_group[1]
+        name += "" if groups == 2 else ", halves"
+        return Variant(name, scan_kernel, products, constants)
+
+    return (
+        variant("scan", OUT=True, TAPES=False, STATES=True),
+        variant("scan, value first", OUT=True, TAPES=False, STATES=True, V_FIRST=True),
+        variant("scan, tapes alone", OUT=False, TAPES=True, STATES=True),
+        variant("scan, both", OUT=True, TAPES=True, STATES=True),
+        variant("scan, no states", OUT=True, TAPES=False, STATES=False),
+        variant("scan, tapes alone, no states", OUT=False, TAPES=True, STATES=False),
+        variant("scan, both, no states", OUT=True, TAPES=True, STATES=False),
+    )
 
 
-VARIANTS = (
-    _variant("scan", 64, OUT=True, TAPES=False),
-    _variant("scan, value first", 64, OUT=True, TAPES=False, V_FIRST=True),
-    _variant("scan, tapes alone", 32, OUT=False, TAPES=True),
-    _variant("scan, both", 64, OUT=True, TAPES=True),
-    _variant("scan, no states", 64, OUT=True, TAPES=False, STATES=False),
-    _variant("scan, tapes alone, no states", 32, OUT=False, TAPES=True, STATES=False),
-    _variant("scan, both, no states", 64, OUT=True, TAPES=True, STATES=False),
-)
+VARIANTS = (*_variants(groups=2), *_variants(groups=1))

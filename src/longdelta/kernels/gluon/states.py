@@ -28,8 +28,8 @@ def laid_out(state: Tensor | None) -> tuple[Tensor | None, bool]:
 
 
 @gluon.jit
-def state_pointers(base, row, COLUMN: gl.constexpr, V_FIRST: gl.constexpr, L: gl.constexpr):
-    """Where [64 values from COLUMN on, 128 keys] of a state lie: Note [Addresses]."""
+def state_pointers(base, row, column, V_FIRST: gl.constexpr, L: gl.constexpr):
+    """Where [64 values from a column on, 128 keys] of a state lie: Note [Addresses]."""
     v = gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None]
     k = gl.arange(0, 128, layout=gl.SliceLayout(0, L))[None, :]
     lane = gl.inline_asm_elementwise(
@@ -37,9 +37,9 @@ def state_pointers(base, row, COLUMN: gl.constexpr, V_FIRST: gl.constexpr, L: gl
     )
     base += row.to(gl.int64) * 16384
     if V_FIRST:
-        own = ((v & 48) + ((lane >> 2) + COLUMN)) * 128 + (lane & 3) * 2
+        own = ((v & 48) + ((lane >> 2) + column)) * 128 + (lane & 3) * 2
         pointers = base + own + ((v & 8) * 128 + (k & 121))
     else:
-        own = (v & 48) + ((lane & 3) * 256 + (lane >> 2) + COLUMN)
+        own = (v & 48) + ((lane & 3) * 256 + (lane >> 2) + column)
         pointers = base + own + ((k & 121) * 128 + (v & 8))
     return pointers

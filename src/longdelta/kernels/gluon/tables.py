@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from longdelta.kernels.stages import Chains, Tables
-from longdelta.plan.chunks import Segment
 from longdelta.runtime.launch import Plan
 
 
@@ -26,9 +25,16 @@ class Tasks:
     """Segments that one stage walks."""
 
     rows: Tensor
-    count: int
-    longest: int
-    """Chunks of the first."""
+    chunks: tuple[int, ...]
+    """Of each, the longest first."""
+
+    @property
+    def count(self) -> int:
+        return len(self.chunks)
+
+    @property
+    def longest(self) -> int:
+        return max(self.chunks, default=0)
 
 
 class DeviceTables(Plan):
@@ -48,14 +54,15 @@ class DeviceTables(Plan):
         walk = self.walk
         return self._upload(list(zip(walk.chunk_row, walk.chunk_length, strict=True)), 2)
 
-    def _tasks(self, segments: Sequence[Segment]) -> Tasks:
-        segments = sorted(segments, key=lambda s: -s.chunks)
-        rows = [(s.first_chunk, s.chunks, s.start, s.end, s.enter, s.leave, 0, 0) for s in segments]
-        return Tasks(self._upload(rows, 8), len(rows), rows[0][1] if rows else 0)
+    def _tasks(self, rows: Sequence[Sequence[int]]) -> Tasks:
+        return Tasks(self._upload(rows, 8), tuple(row[1] for row in rows))
 
     @cached_property
     def scan(self) -> Tasks:
-        return self._tasks(self.walk.segments)
+        segments = sorted(self.walk.segments, key=lambda s: -s.chunks)
+        return self._tasks(
+            [(s.first_chunk, s.chunks, s.start, s.end, s.enter, s.leave, 0, 0) for s in segments]
+        )
 
     @cached_property
     def summarize(self) -> Tasks:
@@ -66,15 +73,14 @@ class DeviceTables(Plan):
                 walks.append((s.first_chunk, s.chunks, s.start, 0, s.leave, 0, 0, 0))
             if s.map >= 0:
                 walks.append((s.first_chunk, s.chunks, -1, 1, s.map, 0, 0, 0))
-        return Tasks(self._upload(walks, 8), len(walks), walks[0][1] if walks else 0)
+        return self._tasks(walks)
 
     @cached_property
     def adjoint_summarize(self) -> Tasks:
         """Walks of segments that entered through a border, from their end or from zero."""
         entered = [s for s in self.walk.segments if s.enter >= 0]
         entered.sort(key=lambda s: -s.chunks)
-        rows = [(s.first_chunk, s.chunks, s.end, 0, s.enter, 0, 0, 0) for s in entered]
-        return Tasks(self._upload(rows, 8), len(rows), rows[0][1] if rows else 0)
+        return self._tasks([(s.first_chunk, s.chunks, s.end, 0, s.enter, 0, 0, 0) for s in entered])
 
     def fold(self, chains: Chains) -> Tensor:
         """Where each chain's steps start and the last end, then (map, enter, leave) of each."""

@@ -1,0 +1,51 @@
+"""Walks of scan and adjoint_scan as tasks of programs, whole or in halves.
+
+Note [Halves]: a state is walked by two warp groups that hold 64 of its values each and need nothing
+of one another. They share a program, which loads and prepares for both, or are tasks of their own
+in programs with one such group. Half a walk takes less time a chunk, two of them more. So walks go
+apart where whole ones leave multiprocessors idle: few heads, short documents, documents of very
+different lengths. A value's bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from longdelta.kernels.gluon.tables import DeviceTables
+from longdelta.runtime import launch
+
+APART = 0.75
+"""What half a walk takes a chunk, in a program of its own, as a part of what a whole one takes:
+docs/log.md, 2026-11-30, halves of walks."""
+
+
+def groups_of(tables: DeviceTables, HV: int) -> int:
+    """State groups of a program: 2, or 1 where that ends sooner."""
+    chunks, places = tables.scan.chunks, launch.multiprocessors(tables.device)
+    return 1 if APART * span(chunks, 2 * HV, places) < span(chunks, HV, places) else 2
+
+
+def span(chunks: Sequence[int], copies: int, places: int) -> float:
+    """Chunks one after another, at least, where walks of so many chunks, the longest first and each
+    in so many copies, share so many places.
+
+    >>> span([32], copies=32, places=132), span([64, 60], copies=96, places=132)
+    (32, 120)
+    """
+    first_of_round = range(0, len(chunks) * copies, places)
+    rounds = [(n + 1) * chunks[walk // copies] for n, walk in enumerate(first_of_round)]
+    return max([sum(chunks) * copies / places, *rounds])
+
+
+@gluon.jit
+def walk_of(t, HV, GROUPS: gl.constexpr):
+    """Segment, value head and, where a program has one state group, first value of a task."""
+    column = 0
+    if GROUPS == 1:
+        column = (t & 1) * 64
+        t = t >> 1
+    seg = t // HV
+    return seg, t - seg * HV, column
