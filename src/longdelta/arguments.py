@@ -110,6 +110,7 @@ def inputs_of(
         final_rows=0,
         save=_resolve_save(save, differentiable),
         backend=backend,
+        traced=torch.compiler.is_compiling(),
     )
     _check_operands(inputs)
     rows = _check_context(inputs, cp_context)

@@ -1,9 +1,11 @@
 """The op inside autograd: subsets, strides, second backwards, checkpoints, explicit calls."""
 
+from contextlib import nullcontext
 from itertools import chain, combinations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from longdelta import InvalidInput, chunk_gated_delta_rule, gdn_backward, gdn_forward
@@ -101,10 +103,18 @@ def test_the_same_graph_run_backward_twice_gives_the_same_bits():
     assert torch.equal(*first, *second)
 
 
+class Looking(TorchDispatchMode):
+    """Calls below it go through the dispatcher."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("looked_on", [nullcontext, Looking], ids=["", "later looked on"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("save", ["auto", "none", "light", "full"])
-def test_checkpointing_gives_the_bits_of_a_plain_call(reentrant, save):
-    inputs, cotangents = WORK.inputs(torch.float32), WORK.cotangents(torch.float32)
+def test_checkpointing_gives_the_bits_of_a_plain_call(machine, reentrant, save, looked_on):
+    inputs, cotangents = machine.inputs(WORK), machine.cotangents(WORK)
     leaves = [getattr(inputs, name).clone().requires_grad_() for name in LEAVES]
 
     def call(q, k, v, g, beta, state):
@@ -114,12 +124,14 @@ def test_checkpointing_gives_the_bits_of_a_plain_call(reentrant, save):
             output_final_state=True,
             cu_seqlens=inputs.cu_seqlens,
             save=save,
+            backend=machine.backend,
         )
 
     o, state = checkpoint(call, *leaves, use_reentrant=reentrant)
-    torch.autograd.backward((o, state), cotangents)
+    with looked_on():
+        torch.autograd.backward((o, state), cotangents)
     out = Results(o.detach(), state.detach(), *(x.grad for x in leaves))
-    assert_bitwise(out, evaluate(inputs, cotangents, save=save))
+    assert_bitwise(out, machine.evaluate(inputs, cotangents, save=save))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -52,7 +52,8 @@ SETS = {
 
 @pytest.fixture(params=SETS)
 def arguments(request) -> tuple:
-    """Arguments of `longdelta::forward`, leaves that require gradients included."""
+    """Arguments of `longdelta::forward` as a compiler gives them, with leaves that require
+    gradients."""
     work, dtype, options = SETS[request.param]
     x = work.inputs(dtype)
     given = {name: getattr(x, name) for name in LEAVES}
@@ -60,7 +61,7 @@ def arguments(request) -> tuple:
         given |= {"A_log": torch.zeros(work.HV), "dt_bias": torch.ones(work.HV)}
     given = {name: None if y is None else y.clone().requires_grad_() for name, y in given.items()}
     options = {"output_final_state": True} | options
-    return tuple(inputs_of(**given, cu_seqlens=x.cu_seqlens, **options))
+    return tuple(inputs_of(**given, cu_seqlens=x.cu_seqlens, **options)._replace(traced=True))
 
 
 def test_the_forward_operator_passes_opcheck(arguments):

@@ -119,7 +119,7 @@ def measured(tokens: int) -> Largest:
 
 def test_memory_grows_linearly_and_nothing_of_tokens_by_tokens_is_built():
     short, long = measured(1024), measured(4096)
-    assert long.elements <= 4 * short.elements
+    assert long.elements <= 4.1 * short.elements  # borders are one fewer than segments
     assert long.total <= 4.5 * short.total
     assert long.elements < 4096 * 4096 // 8
 

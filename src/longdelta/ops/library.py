@@ -3,8 +3,9 @@ every exchange lie inside one of them.
 
 The plan enters as the offsets tensor itself, or as the handle of a context: neither content ever
 specialises a compiled graph, and plans.py turns offsets into tables at run time. The saved set is
-one flat tensor of bytes whose size follows from (T, N, HV) alone, where the operator is called
-(plan/tensors.py, Note [Capacity]).
+one flat tensor of bytes whose size follows from (T, N, HV) alone in a compiled graph
+(plan/tensors.py, Note [Capacity]); elsewhere from the packing, whichever way the call takes, since
+torch's checkpointing compares the sizes of a call and its repetition.
 
 Note [Autograd]: `torch.library.register_autograd` registers what `_autograd` does, but every call
 then also goes through the schema's arguments, in a time that grows with the square of their number:
@@ -47,7 +48,8 @@ _INPUTS = (
     "Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? context, "
     "Tensor? recompute, float scale, "
     "bool qk_l2norm, bool gate, bool beta_sigmoid, bool neg_eigval, bool state_v_first, "
-    "bool deterministic, bool output_final_state, SymInt final_rows, str save, str backend"
+    "bool deterministic, bool output_final_state, SymInt final_rows, str save, str backend, "
+    "bool traced"
 )
 _TENSORS = 12
 _NAMED = torch._C._profiler._RecordFunctionFast
@@ -93,6 +95,8 @@ class Inputs(NamedTuple):
     """Rows of final_state: documents, or those that end on this rank."""
     save: str
     backend: str
+    traced: bool
+    """Whether a compiler asks, which must know the size of the saved set."""
 
     @property
     def by_gradient(self) -> tuple[Tensor | None, ...]:
@@ -194,8 +198,7 @@ def _without_autocast(q: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
 
 
-def _forward_impl(*arguments: Any, exact: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """exact: the saved set is as large as this packing needs; the operator's is of known size."""
+def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = Inputs(*arguments)
     refuse_forward_mode(*inputs.by_gradient)
     machine = inputs.machine()
@@ -214,7 +217,7 @@ def _forward_impl(*arguments: Any, exact: bool = False) -> tuple[Tensor, Tensor,
     tables = machine.tables
 
     def make() -> tuple[Tensor, Tensor, Tensor]:
-        return inputs.new_outputs(Counts.of(tables.walk) if exact else None)
+        return inputs.new_outputs(None if inputs.traced else Counts.of(tables.walk))
 
     with _without_autocast(inputs.q), Scope("forward", inputs.q.device, tables) as scope:
         # Exchanges between ranks are no launches, and the eager backend makes none.
@@ -222,7 +225,7 @@ def _forward_impl(*arguments: Any, exact: bool = False) -> tuple[Tensor, Tensor,
             o, final_state, saved = make()
             body(o, final_state, saved)
         else:
-            options, given = (exact, *arguments[_TENSORS:]), inputs.by_gradient
+            options, given = arguments[_TENSORS:], inputs.by_gradient
             o, final_state, saved = tables.recordings.run(scope, options, given, make, body)
     return o, final_state, saved
 
@@ -330,7 +333,7 @@ def call(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.longdelta.forward(*inputs)
         return found
     with _NAMED("longdelta::forward"), torch._C._AutoDispatchBelowAutograd():
-        output = _forward_impl(*inputs, exact=True)
+        output = _forward_impl(*inputs)
     return _differentiable(output, inputs)
 
 

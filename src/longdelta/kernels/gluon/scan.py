@@ -18,8 +18,8 @@ the group of Gam Z b makes do with 88 and works on a quarter of the columns at a
 Barriers, by stage: full (tiles and vectors are there), ready (Gam Z b and P are made), empty (the
 state groups are done). Shared memory: a ring of three stages of 64 KB (Q, K, V, Z, P), two where
 both o and tapes are wanted; O, 16 KB; S and Uh for the tapes, 48 KB. With one state group three
-stages of 56 KB; 8 and 24 KB. S and Uh come from the same
-instructions whether or not o and tapes are wanted.
+stages of 56 KB; 8 and 24 KB. S and Uh come from the same instructions whether or not o and tapes
+are wanted.
 """
 
 from __future__ import annotations
@@ -193,6 +193,8 @@ def _walk(
     CU: gl.constexpr = gl.SliceLayout(0, LU)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     PENDING: gl.constexpr = (1 if OUT else 0) + (2 if TAPES else 0) - 1
+    # Alone in a program, a group has registers to go on while Q S runs.
+    EARLY: gl.constexpr = OUT and GROUPS == 1
     gz = reinterpret(zs, gl.bfloat16, [STAGES, 64, 64], zs.layout)
     out = outs.index(HALF)
     snap = snaps.index(HALF)
@@ -231,7 +233,9 @@ def _walk(
                 put(sd, [(c * HV + h) * 128, column], snap, Sb, PENDING)
             v = vs.index(s).permute((1, 0)).load(LU)
             mbarrier.wait(ready.index(s), phase)
-            if OUT:
+            if EARLY:
+                u = warpgroup_mma_wait(1, [u])
+            elif OUT:
                 done = warpgroup_mma_wait(0, [u, o, a])
                 u = done[0]
                 o = done[1]
@@ -244,6 +248,8 @@ def _walk(
             # Read only here, gamma cannot hold up the product above.
             S = S * -gl.sum(es.index(s).slice(63, 1).load(ONE), 0)
             r = rs.index(s).load(CU)
+            if EARLY:
+                o = warpgroup_mma_wait(1, [o, a])[0]
             if OUT:
                 o2 = o * (e * -scale)[None, :]
             w = warpgroup_mma_wait(0, [w, wb])[0]
