@@ -24,9 +24,7 @@ def looked_on() -> bool:
         or torch._C._autograd._profiler_enabled()
     ):
         return True
-    autocast, quiet = _quiet()
-    included, excluded = _dispatch()
-    return (included, excluded & ~autocast) not in quiet
+    return _dispatch() not in _quiet()
 
 
 def plain(tensors: Sequence[Any]) -> bool:
@@ -50,16 +48,32 @@ def _plain_keys(device: str) -> frozenset[int]:
     return frozenset(keys)
 
 
-def _dispatch() -> tuple[int, int]:
-    """The keys that torch's dispatch includes and excludes on this thread, as numbers."""
-    included = torch._C._dispatch_tls_local_include_set().raw_repr()
-    return included, torch._C._dispatch_tls_local_exclude_set().raw_repr()
+_PASSED = ("Autograd", "ADInplaceOrView", "Python", "FuncTorch", "Functionalize")
+"""How keys begin that an operator takes out once they had their turn."""
 
 
 @lru_cache(maxsize=1)
-def _quiet() -> tuple[int, frozenset[tuple[int, int]]]:
-    """Keys that autocast takes out of the excluded ones; what `_dispatch` gives outside of
-    everything and in inference mode, without those. Of a new thread: this one may be anywhere."""
+def _passed() -> int:
+    """Those keys. Others are taken out for other reasons: autocast's where it is off, that of
+    names on the threads of autograd."""
+    keys = 0
+    for name in dir(torch._C.DispatchKey):
+        if name.startswith(_PASSED):
+            key = getattr(torch._C.DispatchKey, name)
+            keys |= torch._C.DispatchKeySet(key).raw_repr()
+    return keys
+
+
+def _dispatch() -> tuple[int, int]:
+    """The keys that torch's dispatch includes on this thread, and those that it has passed."""
+    included = torch._C._dispatch_tls_local_include_set().raw_repr()
+    return included, torch._C._dispatch_tls_local_exclude_set().raw_repr() & _passed()
+
+
+@lru_cache(maxsize=1)
+def _quiet() -> frozenset[tuple[int, int]]:
+    """What `_dispatch` gives outside of everything and in inference mode. Of a new thread: this one
+    may be anywhere."""
     found = []
 
     def look() -> None:
@@ -70,5 +84,4 @@ def _quiet() -> tuple[int, frozenset[tuple[int, int]]]:
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    autocast = found[0][1]
-    return autocast, frozenset((included, excluded & ~autocast) for included, excluded in found)
+    return frozenset(found)

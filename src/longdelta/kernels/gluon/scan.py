@@ -226,7 +226,8 @@ def _walk(
             u = gl.zeros([64, 64], gl.float32, LU)
             u = warpgroup_mma(a, k.permute((1, 0)), u, use_acc=False, is_async=True)
             if OUT:
-                _put(od, at, out, o3, PENDING)
+                if not EARLY:
+                    _put(od, at, out, o3, PENDING)
                 o = gl.zeros([64, 64], gl.float32, LU)
                 o = warpgroup_mma(a, qs.index(s).permute((1, 0)), o, use_acc=False, is_async=True)
             if TAPES:
@@ -259,6 +260,8 @@ def _walk(
             if OUT:
                 y = gl.convert_layout(Uh, AU)
                 o2 = warpgroup_mma(y, ps.index(s).permute((1, 0)), o2, is_async=True)
+            if EARLY:
+                _put(od, at, out, o3, PENDING)
             if TAPES:
                 put(ud, [(c * HV + h) * 64, column], tape, Uh, PENDING)
             if OUT:
