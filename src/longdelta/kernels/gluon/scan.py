@@ -193,8 +193,6 @@ def _walk(
     CU: gl.constexpr = gl.SliceLayout(0, LU)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     PENDING: gl.constexpr = (1 if OUT else 0) + (2 if TAPES else 0) - 1
-    # Alone in a program, a group has registers to go on while Q S runs.
-    EARLY: gl.constexpr = OUT and GROUPS == 1
     gz = reinterpret(zs, gl.bfloat16, [STAGES, 64, 64], zs.layout)
     out = outs.index(HALF)
     snap = snaps.index(HALF)
@@ -226,17 +224,14 @@ def _walk(
             u = gl.zeros([64, 64], gl.float32, LU)
             u = warpgroup_mma(a, k.permute((1, 0)), u, use_acc=False, is_async=True)
             if OUT:
-                if not EARLY:
-                    _put(od, at, out, o3, PENDING)
+                _put(od, at, out, o3, PENDING)
                 o = gl.zeros([64, 64], gl.float32, LU)
                 o = warpgroup_mma(a, qs.index(s).permute((1, 0)), o, use_acc=False, is_async=True)
             if TAPES:
                 put(sd, [(c * HV + h) * 128, column], snap, Sb, PENDING)
             v = vs.index(s).permute((1, 0)).load(LU)
             mbarrier.wait(ready.index(s), phase)
-            if EARLY:
-                u = warpgroup_mma_wait(1, [u])
-            elif OUT:
+            if OUT:
                 done = warpgroup_mma_wait(0, [u, o, a])
                 u = done[0]
                 o = done[1]
@@ -249,8 +244,6 @@ def _walk(
             # Read only here, gamma cannot hold up the product above.
             S = S * -gl.sum(es.index(s).slice(63, 1).load(ONE), 0)
             r = rs.index(s).load(CU)
-            if EARLY:
-                o = warpgroup_mma_wait(1, [o, a])[0]
             if OUT:
                 o2 = o * (e * -scale)[None, :]
             w = warpgroup_mma_wait(0, [w, wb])[0]
@@ -260,8 +253,6 @@ def _walk(
             if OUT:
                 y = gl.convert_layout(Uh, AU)
                 o2 = warpgroup_mma(y, ps.index(s).permute((1, 0)), o2, is_async=True)
-            if EARLY:
-                _put(od, at, out, o3, PENDING)
             if TAPES:
                 put(ud, [(c * HV + h) * 64, column], tape, Uh, PENDING)
             if OUT:
