@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from triton.runtime.jit import JITFunction
 
 from longdelta import chunk_gated_delta_rule
 from longdelta.kernels import gluon
-from longdelta.kernels.gluon import compile
+from longdelta.kernels.gluon import compile, machine_code
 from longdelta.kernels.gluon.compile import VARIANTS, Report, Variant
 from longdelta.ops import library, plans, select
 from longdelta.runtime import launch, toolchain
@@ -329,6 +330,7 @@ GOOD = Report(
         ({"products": 4}, "4 wgmma instead of 8"),
         ({"serialised": 2}, "2 warnings of serialised products"),
         ({"follows": False}, "does not `follow` the kernel before it"),
+        ({"late": 2}, "may be reading a buffer that it hands back, by 2 loads"),
         ({"failure": "does not compile: no such name"}, "does not compile: no such name"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -337,3 +339,37 @@ def test_report_names_what_is_not_as_it_must_be(change, fault):
     variant = Variant("one", None, 8)
     assert GOOD.faults(variant) == []
     assert Report(**{**vars(GOOD), **change}).faults(variant) == [fault]
+
+
+def test_loads_for_a_product_are_never_late_others_may_be_where_a_variant_says_so():
+    variant = Variant("one", None, 8, others_handed_back=True)
+    assert replace(GOOD, late=3).faults(variant) == []
+    assert replace(GOOD, late=3, late_products=1).faults(variant) != []
+
+
+RACE = """
+    /*7570*/ LDSM.16.M88.4 R4, [R3+0x3800] ;
+    /*7580*/ NOP ;
+    /*7590*/ @!P2 SYNCS.ARRIVE.TRANS64.ART0 RZ, [UR18+0x366e0], R2 ;
+    /*75b0*/ ULEA UR18, UR8, UR4, 0x3 ;
+    /*7620*/ HMMA.16816.F32.BF16 R20, R4.reuse, R22, R16 ;
+"""
+"""What ptxas made of gradients once: docs/log.md, 2026-11-30, a race in gradients."""
+STORE = "/*7578*/ STS [R9], R7 ;"
+ELSEWHERE = "/*7578*/ @P0 BRA `(.L_x_1) ; /*7579*/ BRA `(.L_x_2) ;"
+
+
+@pytest.mark.parametrize(
+    ("sass", "late"),
+    [
+        (RACE, (1, 1)),
+        (RACE.replace("HMMA.16816.F32.BF16", "FADD"), (1, 0)),
+        (RACE.replace("/*7580*/ NOP ;", STORE), (0, 0)),  # R7 is of the load
+        (RACE.replace("/*7580*/ NOP ;", STORE.replace("R7", "R8")), (1, 1)),
+        (RACE.replace("/*7580*/ NOP ;", ELSEWHERE), (0, 0)),
+        (RACE.replace("LDSM.16.M88.4", "LDG.E.128"), (0, 0)),  # no shared memory
+    ],
+    ids=["race", "no product", "stored", "something else stored", "not this path", "global"],
+)
+def test_loads_under_way_where_a_buffer_is_handed_back_are_found(sass, late):
+    assert machine_code.late_loads(sass) == late

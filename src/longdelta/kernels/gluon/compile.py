@@ -33,6 +33,7 @@ from longdelta.kernels.gluon.adjoint_scan import VARIANTS as ADJOINT_SCAN
 from longdelta.kernels.gluon.adjoint_summarize import VARIANTS as ADJOINT_SUMMARIZE
 from longdelta.kernels.gluon.fold import VARIANTS as FOLD
 from longdelta.kernels.gluon.gradients import VARIANTS as GRADIENTS
+from longdelta.kernels.gluon.machine_code import disassembled, late_loads
 from longdelta.kernels.gluon.prepare import VARIANTS as PREPARE
 from longdelta.kernels.gluon.scan import VARIANTS as SCAN
 from longdelta.kernels.gluon.summarize import VARIANTS as SUMMARIZE
@@ -72,6 +73,10 @@ class Report:
     """Warnings of ptxas that it puts wgmma instructions one after another (C7510, C7512)."""
     follows: bool = False
     """Whether it waits for the kernel before it before it reads or writes anything."""
+    late: int = 0
+    """Loads under way where a buffer is handed back: machine_code.py, Note [Handing back]."""
+    late_products: int = 0
+    """Those of them that a product of registers waits for."""
 
     def faults(self, variant: Variant) -> list[str]:
         """What is not as the variant must be."""
@@ -85,6 +90,10 @@ class Report:
             (
                 self.products == variant.products,
                 f"{self.products} wgmma instead of {variant.products}",
+            ),
+            (
+                not (self.late_products if variant.others_handed_back else self.late),
+                f"may be reading a buffer that it hands back, by {self.late} loads",
             ),
         )
         return [fault for holds, fault in limits if not holds]
@@ -141,6 +150,10 @@ def report(variant: Variant) -> Report:
             seconds = time.perf_counter() - start
             return Report(variant.name, seconds, f"does not compile: {_reason(error)}")
     seconds, log = time.perf_counter() - start, said.getvalue()
+    try:
+        late = late_loads(disassembled(made.asm["cubin"]))
+    except (OSError, subprocess.SubprocessError) as error:
+        return Report(variant.name, seconds, f"cannot be disassembled: {error}")
     return Report(
         variant.name,
         seconds,
@@ -151,6 +164,8 @@ def report(variant: Variant) -> Report:
         products=made.asm["ptx"].count("wgmma.mma_async"),
         serialised=len(re.findall(r"C75(?:10|12)", log)),
         follows=_follows(made.asm["ptx"]),
+        late=late.any,
+        late_products=late.products,
     )
 
 

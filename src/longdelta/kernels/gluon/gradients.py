@@ -41,6 +41,12 @@ next one before the skipped one has come. Groups cannot: each has A and Y of the
 which the other had all tiles of the one before that. Nor can dV's warp, which has the head's
 vectors: all of the head before the last was left. The warp of <dS, S> skips none.
 
+Note [Handing back]: an arrival waits for the loads before it only if something before it needs what
+they load, and ptxas puts a product of registers behind it. The warp of <dS, S> therefore stores a
+sum of its products before it hands a tile back; without it the copy engine overwrote the last rows
+under one load in a million (docs/log.md, 2026-11-30, a race in gradients). The compile gate looks
+for such loads: machine_code.py.
+
 Note [Partitions]: warps that wait for a partition do so in a loop, and whatever a partition
 computes from arguments alone leaves this loop for the start of the kernel, to be kept, or spilled,
 through all partitions. From values that are opaque, or read from the hardware here and now, it
@@ -319,6 +325,7 @@ def gradients_kernel(
     columns = gl.allocate_shared_memory(gl.float32, [4, 4, 64], matrix)
     betas = gl.allocate_shared_memory(gl.float32, [2, 64], vector)
     dots = gl.allocate_shared_memory(gl.float32, [2, 16], vector)
+    sums = gl.allocate_shared_memory(gl.float32, [16], vector)
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [RING, 1], bar)
     there = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
@@ -345,7 +352,7 @@ def gradients_kernel(
     smem = (ring, qs, ks, made_tiles, vectors, parts, group_bars)
     group = ((dq_half, dk_half, dq, dk), (chunks, n_tasks, H, GROUP), scale, smem)
     values = (dv, tasks, (ring, bs, (full, empty, there, left)))
-    trace = (n_tasks, GROUP, (ring, dots, (full, empty, there, left)))
+    trace = (n_tasks, GROUP, (ring, dots, sums, (full, empty, there, left)))
     flat_columns = reinterpret(columns, gl.float32, [16, 64], vector)
     ends = (gs, rows, kept, flat_columns, betas, dots)
     vector_smem = (qs, ks, vectors, ends, (there, left, arrived, gone))
@@ -442,7 +449,15 @@ def _variant(name: str, unrounded: bool) -> Variant:
     }
     # 16 under Triton 3.6; 3.9 keeps more of what comes of the thread's number, one reload a loop.
     constants = {"UNROUNDED": unrounded}
-    return Variant(name, gradients_kernel, 112, constants, types=types, spills=72)
+    return Variant(
+        name,
+        gradients_kernel,
+        112,
+        constants,
+        types=types,
+        spills=72,
+        others_handed_back=True,
+    )
 
 
 VARIANTS = (

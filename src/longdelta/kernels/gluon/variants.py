@@ -23,6 +23,9 @@ class Variant:
     """Of arguments that are not what `TYPES` says."""
     spills: int = 16
     """Bytes that a thread may spill: outside of loops so few cost nothing that can be measured."""
+    others_handed_back: bool = False
+    """Whether it arrives for one buffer while it loads vectors from another, which goes back by an
+    arrival of its own: machine_code.py, Note [Handing back]."""
 
 
 def _tile(dtype: str, shape: list[int], layout: Any) -> str:
