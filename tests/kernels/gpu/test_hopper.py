@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longdelta import gdn_backward, gdn_forward, support
+from longdelta import chunk_gated_delta_rule, gdn_backward, gdn_forward, support
 from longdelta.kernels.gluon import halves
 from longdelta.kernels.stages import Tables
 from longdelta.ops.saved import Sizes
@@ -100,6 +100,23 @@ def test_a_thousand_calls_give_the_same_bits():
         again = forward(x)
         assert torch.equal(again.o, first.o)
         assert torch.equal(again.final_state, first.final_state)
+
+
+def test_five_hundred_backwards_of_a_full_device_give_the_same_bits():
+    """One in fifty had another dg in one chunk: docs/log.md, 2026-11-30, a race in gradients."""
+    T, H, HV = 8 * 4096, 16, 48
+    v = torch.randn(1, T, HV, 128, device="cuda").to(BF16)
+    gates = rates(1, T, HV) / 16, rates(1, T, HV).exp()
+    leaves = [y.requires_grad_() for y in (unit(1, T, H, 128), unit(1, T, H, 128), v, *gates)]
+    offsets = torch.arange(0, T + 1, 4096, device="cuda")
+    o, _ = chunk_gated_delta_rule(*leaves, cu_seqlens=offsets, backend="gluon")
+    do = torch.randn_like(o)
+    first = torch.autograd.grad(o, leaves, do, retain_graph=True)
+    differing = torch.zeros(len(leaves), dtype=torch.int64, device="cuda")
+    for _ in range(500):
+        found = torch.autograd.grad(o, leaves, do, retain_graph=True)
+        differing += torch.stack([(a != b).any() for a, b in zip(found, first, strict=True)])
+    assert differing.tolist() == [0] * len(leaves)
 
 
 def test_launches_resolved_afresh_have_the_bits_of_kept_ones():
