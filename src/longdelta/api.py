@@ -39,7 +39,7 @@ class Saved(NamedTuple):
 
     tensor: Tensor
     save: str
-    call: tuple[object, ...]
+    call: dict[str, object]
 
 
 def chunk_gated_delta_rule(
@@ -220,9 +220,14 @@ def gdn_backward(
         raise InvalidInput(f"save must be that of the saved set, {keep!r}, or left out")
     inputs = inputs_of(q, k, v, g, beta, save=keep, **options)
     if saved is not None and saved.call != call_of(inputs):
+        others = [
+            f"{name} was {saved.call.get(name)}, is {value}"
+            for name, value in call_of(inputs).items()
+            if saved.call.get(name) != value
+        ]
         raise InvalidInput(
-            "saved must come from gdn_forward with the same shapes and options; it was made for "
-            f"{saved.call}, this call is {call_of(inputs)}. Pass saved=None to compute it again"
+            "saved must come from gdn_forward with the same shapes and options; "
+            f"{'; '.join(others)}. Pass saved=None to compute it again"
         )
     refuse_forward_mode(do, d_final_state)
     if do is not None:

@@ -124,30 +124,26 @@ def inputs_of(
 _OPTIONS = frozenset(inspect.signature(inputs_of).parameters) - {"extra"}
 
 
-def call_of(inputs: Inputs) -> tuple[object, ...]:
-    """What a saved set depends on besides the values of the tensors; a context by its handle."""
+def call_of(inputs: Inputs) -> dict[str, object]:
+    """What a saved set depends on besides the values of the tensors, by name; a context by its
+    handle."""
     offsets = inputs.cu_seqlens if inputs.cu_seqlens_cpu is None else inputs.cu_seqlens_cpu
-    return (
-        tuple(inputs.q.shape),
-        tuple(inputs.v.shape),
-        inputs.documents,
-        host_offsets(offsets) if type(offsets) is Tensor else None,
-        None if inputs.context is None else int(inputs.context[0]),
-        str(inputs.q.dtype),
-        str(inputs.q.device),
-        inputs.initial_state is not None,
-        inputs.dt_bias is not None,
-        inputs.scale,
-        inputs.qk_l2norm,
-        inputs.gate,
-        inputs.beta_sigmoid,
-        inputs.neg_eigval,
-        inputs.state_v_first,
-        inputs.deterministic,
-        inputs.save,
-        KEPT[inputs.save],  # a set from before a change of these is no set of today
-        inputs.backend,
-    )
+    call: dict[str, object] = {
+        "shape of q": tuple(inputs.q.shape),
+        "shape of v": tuple(inputs.v.shape),
+        "documents": inputs.documents,
+        "cu_seqlens": host_offsets(offsets) if type(offsets) is Tensor else None,
+        "cp_context": None if inputs.context is None else int(inputs.context[0]),
+        "dtype of q": str(inputs.q.dtype),
+        "device": str(inputs.q.device),
+        "an initial_state": inputs.initial_state is not None,
+        "a dt_bias": inputs.dt_bias is not None,
+    }
+    options = ("scale", *_FLAGS, "deterministic", "save", "backend")
+    call |= {_FLAGS.get(name, name): getattr(inputs, name) for name in options}
+    del call["output_final_state"]
+    # A set from before a change of these is no set of today.
+    return call | {"what it keeps": KEPT[inputs.save]}
 
 
 def _saveable(offsets: Tensor | None) -> Tensor | None:

@@ -214,21 +214,28 @@ def test_explicit_backward_takes_missing_cotangents_and_raw_inputs():
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "named"),
     [
-        {"scale": 0.5},
-        {"initial_state": None},
-        {"cu_seqlens": torch.tensor([0, 1000, 1070, 1770])},  # as many documents, other ones
-        {"state_v_first": True, "initial_state": None},
+        ({"scale": 0.5}, r"scale was 0\.\d+, is 0\.5\."),
+        ({"initial_state": None}, r"an initial_state was True, is False\."),
+        # As many documents, other ones.
+        (
+            {"cu_seqlens": torch.tensor([0, 1000, 1070, 1770])},
+            r"cu_seqlens was \(0, .*, is \(0, 1000",
+        ),
+        (
+            {"state_v_first": True, "initial_state": None},
+            "an initial_state was True, is False; state_v_first was False, is True",
+        ),
     ],
-    ids=lambda change: next(iter(change)),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_saved_set_of_another_call_is_refused(change):
+def test_a_saved_set_of_another_call_is_refused_by_what_differs(change, named):
     inputs, cotangents = WORK.inputs(torch.float32), WORK.cotangents(torch.float32)
     packed = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
     options = explicit_options(inputs)
     saved = gdn_forward(*packed, **options).saved
-    with pytest.raises(InvalidInput, match="saved must come from gdn_forward with the same"):
+    with pytest.raises(InvalidInput, match=rf"saved must come from gdn_forward.* options; {named}"):
         gdn_backward(cotangents.do, None, *packed, saved=saved, **(options | change))
 
 
