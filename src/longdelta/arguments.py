@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from longdelta.errors import InvalidInput, NotYet
 from longdelta.ops import plans
+from longdelta.ops.dispatch import traced
 from longdelta.ops.library import Inputs, refuse_forward_mode
 from longdelta.ops.plans import host_offsets
 from longdelta.ops.recompute import RecomputeHandle, active
@@ -110,7 +111,7 @@ def inputs_of(
         final_rows=0,
         save=_resolve_save(save, differentiable),
         backend=backend,
-        traced=torch.compiler.is_compiling(),
+        traced=traced(),
     )
     _check_operands(inputs)
     rows = _check_context(inputs, cp_context)

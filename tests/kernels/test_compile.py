@@ -368,8 +368,27 @@ ELSEWHERE = "/*7578*/ @P0 BRA `(.L_x_1) ; /*7579*/ BRA `(.L_x_2) ;"
         (RACE.replace("/*7580*/ NOP ;", STORE.replace("R7", "R8")), (1, 1)),
         (RACE.replace("/*7580*/ NOP ;", ELSEWHERE), (0, 0)),
         (RACE.replace("LDSM.16.M88.4", "LDG.E.128"), (0, 0)),  # no shared memory
+        (RACE.replace("/*7580*/ NOP ;", "/*7578*/ BRA.U UP0, `(.L_x_1) ;"), (1, 1)),
+        (RACE.replace("/*7580*/ NOP ;", "/*7578*/ @P1 STS [R9], R7 ;"), (1, 1)),
+        (RACE.replace("/*7580*/ NOP ;", "/*7578*/ STG.E.128 [R2.64], R20 ;"), (1, 1)),
+        (RACE.replace("/*7580*/ NOP ;", "/*7578*/ HMMA.16816.F32.BF16 R8, R40, R2, R16 ;"), (1, 1)),
+        (RACE.replace("/*75", "/*1075"), (1, 1)),  # more than a MiB of code
+        ("/*0010*/ LDS RZ, [R3] ;" + RACE, (1, 1)),
     ],
-    ids=["race", "no product", "stored", "something else stored", "not this path", "global"],
+    ids=[
+        "race",
+        "no product",
+        "stored",
+        "something else stored",
+        "not this path",
+        "global",
+        "may go on",
+        "may not be stored",
+        "wide but apart",
+        "another product",
+        "long",
+        "into nothing",
+    ],
 )
 def test_loads_under_way_where_a_buffer_is_handed_back_are_found(sass, late):
     assert machine_code.late_loads(sass) == late

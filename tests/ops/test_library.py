@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longdelta import chunk_gated_delta_rule
@@ -69,6 +70,22 @@ def test_the_forward_operator_passes_opcheck(arguments):
     torch.use_deterministic_algorithms(True)
     checks = torch.library.opcheck(torch.ops.longdelta.forward.default, arguments)
     assert set(checks.values()) == {"SUCCESS"}
+
+
+def test_a_graph_of_another_tracer_compiles():
+    """Its saved set has the size that the compiler works out, whatever the packing needs."""
+    x = Workload(lengths=(70, 0, 1030, 1100), H=1, HV=2).inputs(torch.float32)
+    five = [getattr(x, name).requires_grad_() for name in LEAVES[:5]]
+
+    def step(offsets, *five):
+        o, _ = chunk_gated_delta_rule(*five, cu_seqlens=offsets)
+        return o, *torch.autograd.grad(o.square().sum(), five)
+
+    graph = make_fx(step)(x.cu_seqlens, *five)
+    with torch.no_grad():
+        found = torch.compile(graph, backend="aot_eager")(x.cu_seqlens, *five)
+    for a, b in zip(found, step(x.cu_seqlens, *five), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_the_backward_operator_passes_opcheck(arguments):

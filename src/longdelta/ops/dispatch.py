@@ -27,6 +27,16 @@ def looked_on() -> bool:
     return _dispatch() not in _quiet()
 
 
+_TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("PROXY", "FUNCTIONAL"))
+
+
+def traced() -> bool:
+    """Whether what is called here goes into a graph, by a compiler or by another tracer."""
+    return torch.compiler.is_compiling() or any(
+        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
+    )
+
+
 def plain(tensors: Sequence[Any]) -> bool:
     """Whether all are tensors of no subclass, nor lazily negated, zero, wrapped or traced."""
     held = [x for x in tensors if x is not None]

@@ -96,7 +96,7 @@ class Inputs(NamedTuple):
     save: str
     backend: str
     traced: bool
-    """Whether a compiler asks, which must know the size of the saved set."""
+    """Whether this goes into a graph, which must know the size of the saved set."""
 
     @property
     def by_gradient(self) -> tuple[Tensor | None, ...]:

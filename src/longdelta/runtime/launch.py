@@ -180,12 +180,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def programs(walks: int, longest: int, device: torch.device) -> int:
-    """Programs of a stage that walks: one each, or one per SM that takes many short ones in turn.
+IN_TURN = 32
+"""Chunks of walks that differ so little that programs take them in turn."""
 
-    Walks of at most 32 chunks differ little, and the loads of the next overlap the end of the last.
-    """
-    return min(walks, multiprocessors(device)) if longest <= 32 else walks
+
+def programs(walks: int, longest: int, device: torch.device) -> int:
+    """Programs of a stage that walks: one each, or one per SM that takes many short ones in turn,
+    where the loads of the next overlap the end of the last."""
+    return min(walks, multiprocessors(device)) if longest <= IN_TURN else walks
 
 
 def _kind(argument: Any, any_value: bool = False) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ different lengths. A value's bits are the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,19 +26,34 @@ docs/log.md, 2026-11-30, halves of walks."""
 def groups_of(tables: DeviceTables, HV: int) -> int:
     """State groups of a program: 2, or 1 where that ends sooner."""
     chunks, places = tables.scan.chunks, launch.multiprocessors(tables.device)
+    # Whole walks end by share + longest: not worth a look where there are many.
+    share = tables.walk.chunks * HV / places
+    if (2 * APART - 1) * share >= tables.scan.longest:
+        return 2
     return 1 if APART * span(chunks, 2 * HV, places) < span(chunks, HV, places) else 2
 
 
-def span(chunks: Sequence[int], copies: int, places: int) -> float:
-    """Chunks one after another, at least, where walks of so many chunks, the longest first and each
-    in so many copies, share so many places.
+def span(chunks: Sequence[int], copies: int, places: int) -> int:
+    """Chunks one after another where walks of so many chunks, the longest first and each in so many
+    copies, are taken by so many places: in turn, or by whichever is free.
 
     >>> span([32], copies=32, places=132), span([64, 60], copies=96, places=132)
-    (32, 120)
+    (32, 124)
     """
-    first_of_round = range(0, len(chunks) * copies, places)
-    rounds = [(n + 1) * chunks[walk // copies] for n, walk in enumerate(first_of_round)]
-    return max([sum(chunks) * copies / places, *rounds])
+    if chunks and chunks[0] <= launch.IN_TURN:
+        return sum(chunks[walk // copies] for walk in range(0, len(chunks) * copies, places))
+    free, end = [(0, places)], 0  # from when on, how many
+    for length in chunks:
+        left = copies
+        while left:
+            start, n = heappop(free)
+            taken = min(n, left)
+            if taken < n:
+                heappush(free, (start, n - taken))
+            heappush(free, (start + length, taken))
+            left -= taken
+            end = max(end, start + length)
+    return end
 
 
 @gluon.jit

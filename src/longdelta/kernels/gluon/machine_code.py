@@ -3,7 +3,9 @@
 Note [Handing back]: who has read a buffer in shared memory arrives at an mbarrier, and the copy
 engine may then write it anew. The arrival is ordered after the loads before it, but a load that
 nothing has used yet may still be on its way, since ptxas is free to put the use behind the arrival.
-What is stored before the arrival, and comes of the loads, holds it back.
+What is stored before the arrival, and comes of the loads, holds it back. Seen here is the order of
+the text, so not an arrival at the beginning of a loop, on another path or by another warp after a
+barrier of threads.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from typing import NamedTuple
 
 from triton import knobs
 
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P[0-9T]\s+)?([^;]+?)\s*;")
-_REGISTER = re.compile(r"\bR(\d+)\b")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(@!?U?P[0-9T]+\s+)?([^;]+?)\s*;")
+_REGISTER = re.compile(r"\bR(\d+)(\.64)?\b")
 _LEAVES = ("BRA", "BRX", "EXIT", "RET")
+_STORES = ("ST", "RED", "ATOM", "SYNCS")
 _WIDTHS = {"128": 4, "64": 2}
-"""Registers of an operand, by a suffix of the instruction."""
+"""Registers of a number in memory, by a suffix of the instruction."""
+_PRODUCT = (4, 2, 4)
+"""Registers of the operands of a product, HMMA.16816 with sums in fp32."""
 
 
 class Late(NamedTuple):
@@ -42,37 +47,50 @@ def late_loads(sass: str) -> Late:
     late: set[int] = set()
     products: set[int] = set()
     for place, found in enumerate(_INSTRUCTION.finditer(sass)):
-        name, _, rest = found.group(1).partition(" ")
-        if name in _LEAVES and "@" not in found.group(0):
-            under_way.clear()
+        condition, text = found.groups()
+        name, _, rest = text.partition(" ")
+        if name.startswith(_LEAVES):
+            if condition is None and not re.match(r"!?U?P\d", rest):
+                under_way.clear()
             continue
         target, _, sources = rest.partition(",")
-        load = name.startswith("LDS")
-        for load_at in {under_way[r] for r in _read(name, target, sources) if r in under_way}:
-            if name.startswith("HMMA") and load_at in late:
-                products.add(load_at)
-            under_way = {r: at for r, at in under_way.items() if at != load_at}
-        if load:
-            (first,) = map(int, _REGISTER.findall(target))
-            under_way |= dict.fromkeys(range(first, first + _width(name)), place)
+        # What happens on a condition may not: it proves nothing.
+        read = set() if condition else _read(name, target, sources)
+        for load in {under_way[r] for r in read if r in under_way}:
+            if name.startswith("HMMA") and load in late:
+                products.add(load)
+            under_way = {r: at for r, at in under_way.items() if at != load}
+        if name.startswith("LDS"):
+            into = [int(r) for r, _ in _REGISTER.findall(target)]
+            for first in into:
+                under_way |= dict.fromkeys(range(first, first + _width(name)), place)
         elif name.startswith("SYNCS.ARRIVE"):
             late |= set(under_way.values())
     return Late(len(late), len(products))
 
 
 def _width(name: str) -> int:
-    """Registers that a load fills."""
+    """Registers that a load fills, or a store empties."""
     last = name.rsplit(".", 1)[-1]
     return int(last) if name.startswith("LDSM") and last in "124" else _WIDTHS.get(last, 1)
 
 
 def _read(name: str, target: str, sources: str) -> set[int]:
-    """Registers that an instruction reads, a few more where it is wide."""
-    stores = name.startswith(("ST", "RED", "ATOM", "SYNCS"))
-    registers = {int(r) for r in _REGISTER.findall(target + "," + sources if stores else sources)}
-    wide = max([_WIDTHS.get(suffix, 1) for suffix in name.split(".")[1:]], default=1)
-    width = 4 if name.startswith(("HMMA", "HGMMA")) else wide
-    return {r + n for r in registers for n in range(width)}
+    """Registers that an instruction reads."""
+    operands = sources.split(",")
+    widths = [1] * len(operands)
+    if name.startswith("HMMA"):
+        widths = [*_PRODUCT, *widths][: len(operands)]
+    elif name.startswith("HGMMA"):
+        widths[0] = 4
+    elif name.startswith(_STORES):
+        widths[-1] = _width(name)
+        operands, widths = [target, *operands], [1, *widths]
+    read = set()
+    for operand, width in zip(operands, widths, strict=True):
+        for register, pair in _REGISTER.findall(operand):
+            read |= {int(register) + n for n in range(2 if pair else width)}
+    return read
 
 
 def disassembled(cubin: bytes) -> str:
