@@ -38,14 +38,16 @@ that tells of them.
 Note [Parities]: a barrier's parity tells its last phase from the one before, not from the one
 before that, and tiles may arrive out of order. So who skips a load of a tile must not wait for the
 next one before the skipped one has come. Groups cannot: each has A and Y of the head before, of
-which the other had all tiles of the one before that. Nor can dV's warp, which has the head's
-vectors: all of the head before the last was left. The warp of <dS, S> skips none.
+which the other had all tiles of the one before that; and group 1, which skips keys 0 to 63 of S,
+waits in the next head for keys 64 to 127 of dS, ten tiles on, only after those of S, which were
+asked for when group 0 had given back dR, and so had seen what group 1 skipped. Nor can dV's warp,
+which has the head's vectors: all of the head before the last was left. The warp of <dS, S> skips
+none.
 
-Note [Handing back]: an arrival waits for the loads before it only if something before it needs what
-they load, and ptxas puts a product of registers behind it. The warp of <dS, S> therefore stores a
-sum of its products before it hands a tile back; without it the copy engine overwrote the last rows
-under one load in a million (docs/log.md, 2026-11-30, a race in gradients). The compile gate looks
-for such loads: machine_code.py.
+Note [Handing back]: an arrival does not wait for a load that nothing before it has used, and ptxas
+puts a product of registers behind it; the copy engine may then overwrite what is still being read.
+The warp of <dS, S> therefore stores a sum of its products before it hands a tile back (docs/log.md,
+2026-11-30, a race in gradients). The compile gate looks for such loads: machine_code.py.
 
 Note [Partitions]: warps that wait for a partition do so in a loop, and whatever a partition
 computes from arguments alone leaves this loop for the start of the kernel, to be kept, or spilled,
