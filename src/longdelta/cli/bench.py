@@ -68,7 +68,10 @@ def bench(
     quick: Annotated[bool, typer.Option(help="Fewer groups; slow calls less often.")] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the results; default: benchmarks/results or bench-results."),
+        typer.Option(
+            help="Folder of the results; default: benchmarks/results where it is, but for smoke, "
+            "else bench-results."
+        ),
     ] = None,
     commit: Annotated[
         str, typer.Option(help="Named in the results, where the sources lie in no repository.")
