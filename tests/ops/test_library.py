@@ -230,7 +230,8 @@ def test_a_compiled_call_refuses_wrong_shapes_by_name(compiled):
     x = NAMED["mild"].inputs(torch.float32)
     given = [getattr(x, name) for name in LEAVES]
     given[3] = given[3][..., :1]
-    with pytest.raises(Exception, match="g must be"):
+    # The dynamo of torch 2.11 quotes an error in the pieces that it traced.
+    with pytest.raises(Exception, match=r"g('\), ConstantVariable\(str: ')? must be"):
         function(*given, x.cu_seqlens)
 
 
