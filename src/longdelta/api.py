@@ -219,10 +219,10 @@ def gdn_backward(
     if options.pop("save", keep) not in (keep, "auto") and saved is not None:
         raise InvalidInput(f"save must be that of the saved set, {keep!r}, or left out")
     inputs = inputs_of(q, k, v, g, beta, save=keep, **options)
-    if saved is not None and saved.call != call_of(inputs):
+    if saved is not None and saved.call != (call := call_of(inputs)):
         others = [
             f"{name} was {saved.call.get(name)}, is {value}"
-            for name, value in call_of(inputs).items()
+            for name, value in call.items()
             if saved.call.get(name) != value
         ]
         raise InvalidInput(

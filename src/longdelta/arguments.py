@@ -140,9 +140,9 @@ def call_of(inputs: Inputs) -> dict[str, object]:
         "an initial_state": inputs.initial_state is not None,
         "a dt_bias": inputs.dt_bias is not None,
     }
-    options = ("scale", *_FLAGS, "deterministic", "save", "backend")
-    call |= {_FLAGS.get(name, name): getattr(inputs, name) for name in options}
-    del call["output_final_state"]
+    for name in ("scale", *_FLAGS, "deterministic", "save", "backend"):
+        if name != "output_final_state":  # which changes nothing that is kept
+            call[_FLAGS.get(name, name)] = getattr(inputs, name)
     # A set from before a change of these is no set of today.
     return call | {"what it keeps": KEPT[inputs.save]}
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longdelta.plan.chunks import CHUNK, Segment, Walk
+from longdelta.plan.tensors import Counts
 from longdelta.runtime.recording import Recordings
 
 Chains = tuple[tuple[int, ...], ...]
@@ -86,6 +87,11 @@ class Tables:
         self._blocks: dict[tuple[str, int], tuple[Tasks, ...]] = {}
         self._folds: dict[Chains, tuple[Tensor, ...]] = {}
         self.recordings = Recordings()
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Of its chunks, borders and maps."""
+        return Counts.of(self.walk)
 
     @cached_property
     def _chunk(self) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 _TYPES = frozenset({Tensor, torch.nn.Parameter})
+_MODE = torch._C._TorchDispatchModeKey
+_PASSED = ("Autograd", "ADInplaceOrView", "Python", "FuncTorch", "Functionalize")
+"""How keys begin that an operator takes out once they had their turn."""
 
 
 def looked_on() -> bool:
@@ -27,13 +30,12 @@ def looked_on() -> bool:
     return _dispatch() not in _quiet()
 
 
-_TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("PROXY", "FUNCTIONAL"))
-
-
 def traced() -> bool:
     """Whether what is called here goes into a graph, by a compiler or by another tracer."""
-    return torch.compiler.is_compiling() or any(
-        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_dispatch_mode(_MODE.PROXY) is not None
+        or torch._C._get_dispatch_mode(_MODE.FUNCTIONAL) is not None
     )
 
 
@@ -58,14 +60,10 @@ def _plain_keys(device: str) -> frozenset[int]:
     return frozenset(keys)
 
 
-_PASSED = ("Autograd", "ADInplaceOrView", "Python", "FuncTorch", "Functionalize")
-"""How keys begin that an operator takes out once they had their turn."""
-
-
 @lru_cache(maxsize=1)
 def _passed() -> int:
-    """Those keys. Others are taken out for other reasons: autocast's where it is off, that of
-    names on the threads of autograd."""
+    """The keys that begin like _PASSED. Others are taken out for other reasons: autocast's where it
+    is off, that of names on the threads of autograd."""
     keys = 0
     for name in dir(torch._C.DispatchKey):
         if name.startswith(_PASSED):

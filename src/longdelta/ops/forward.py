@@ -11,7 +11,7 @@ from longdelta.kernels.stages import Activation, Backend, Tables
 from longdelta.ops.boundary import Boundary
 from longdelta.ops.recompute import Record
 from longdelta.ops.saved import Sizes
-from longdelta.plan.tensors import ACTIVATED, FORWARD, KEPT, Counts
+from longdelta.plan.tensors import ACTIVATED, FORWARD, KEPT
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Operands:
 
     def sizes(self, tables: Tables, backend: str) -> Sizes:
         (T, H, K), (_, HV, V) = self.k.shape, self.v.shape
-        return Sizes(Counts.of(tables.walk), HV, K, V, self.q.dtype, backend, T, H)
+        return Sizes(tables.counts, HV, K, V, self.q.dtype, backend, T, H)
 
     def activated(self, dtype: torch.dtype) -> tuple[str, ...]:
         """Names of ACTIVATED that this call has to make; the stages take the rest in place."""

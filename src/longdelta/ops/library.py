@@ -122,8 +122,8 @@ class Inputs(NamedTuple):
         name = selected(self.q.device, self.q.dtype, K, V, self.backend)
         edges = 0 if self.context is None else self.context.shape[0] - 1
         most = counts or capacity(B * T, self.documents, HV, edges)
-        traced = type(most.chunks) is not int
-        size = (saved_bytes if traced else _known_bytes)(
+        symbolic = type(most.chunks) is not int
+        size = (saved_bytes if symbolic else _known_bytes)(
             self.save, most, HV=HV, K=K, V=V, dtype=dtype_name(self.q.dtype), backend=name
         )
         device = self.q.device
@@ -217,7 +217,7 @@ def _forward_impl(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     tables = machine.tables
 
     def make() -> tuple[Tensor, Tensor, Tensor]:
-        return inputs.new_outputs(None if inputs.traced else Counts.of(tables.walk))
+        return inputs.new_outputs(None if inputs.traced else tables.counts)
 
     with _without_autocast(inputs.q), Scope("forward", inputs.q.device, tables) as scope:
         # Exchanges between ranks are no launches, and the eager backend makes none.
