@@ -1,7 +1,5 @@
 """When walks are taken in halves; that bits do not tell: tests/kernels/gpu/test_hopper.py."""
 
-import random
-
 import pytest
 import torch
 
@@ -32,31 +30,3 @@ def test_walks_go_in_halves_where_that_ends_sooner(monkeypatch, lengths, HV, gro
     offsets = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     tables = DeviceTables(Tables(walk(offsets, HV), torch.device("cpu")))
     assert halves.groups_of(tables, HV) == groups
-
-
-def test_a_span_of_short_walks_is_that_of_the_place_that_takes_the_longest_in_turn():
-    assert halves.span([10, 1], copies=2, places=4) == 10
-    assert halves.span([10, 10, 10], copies=1, places=2) == 20
-    assert halves.span([8, 8, 8, 7], copies=3, places=4) == 8 + 8 + 8
-    assert halves.span([4, 3, 3, 3, 3], copies=1, places=3) == 4 + 3
-    assert halves.span([], copies=8, places=132) == 0
-
-
-def test_a_span_of_long_walks_is_when_the_last_place_that_was_free_is_done():
-    assert halves.span([128, 78], copies=96, places=132) == 128 + 78
-    assert halves.span([128, 78], copies=48, places=132) == 128
-    assert halves.span([64, 60], copies=96, places=132) == 64 + 60
-    assert halves.span([100, 40, 40, 40], copies=1, places=2) == 120
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_span_is_what_walking_them_one_by_one_gives(seed):
-    draw = random.Random(seed)
-    chunks = sorted((draw.randrange(1, 200) for _ in range(draw.randrange(1, 12))), reverse=True)
-    copies, places = draw.randrange(1, 70), draw.randrange(1, 140)
-    walks = [each for each in chunks for _ in range(copies)]
-    busy = [0] * places
-    for n, each in enumerate(walks):
-        place = n % places if chunks[0] <= 32 else busy.index(min(busy))
-        busy[place] += each
-    assert halves.span(chunks, copies, places) == max(busy)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from longdelta.plan.span import span
+
 CHUNK = 64
 """Tokens of a chunk. Part of the numeric contract, as are the segment lengths below."""
 
@@ -33,6 +35,9 @@ _WHOLE = 96
 _RARELY_ALONE = 16
 """Value heads from which documents of up to 64 chunks rarely come alone: segments of 8 chunks cost
 a full batch more than they can win."""
+_BORDERS, _BORDER = 10, 8
+"""Chunks that a place walks in the time that borders add to a forward: any at all, and each that it
+has a share of. docs/log.md, 2026-12-01, what the fast mode splits."""
 
 
 @dataclass(frozen=True, order=True)
@@ -71,8 +76,9 @@ def segment_chunks(document_tokens: int, HV: int | None, packed_tokens: int | No
 
     The shortest power of two with chunks x HV <= WALKS_AT_ONCE x length, so that the walks fill a
     device about once: those of the one document, or in the fast mode of all; that mode leaves whole
-    what would not outlast a balanced device by a quarter. At least 8 chunks, 16 beyond 64 chunks or
-    (deterministic) from 16 heads on, 32 beyond 128. docs/log.md, 2026-11-30, segment lengths.
+    what would not outlast a balanced device by a sixteenth and what borders cost. At least 8
+    chunks, 16 beyond 64 chunks or (deterministic) from 16 heads on, 32 beyond 128. docs/log.md,
+    2026-11-30, segment lengths, and 2026-12-01, what the fast mode splits.
 
     >>> [segment_chunks(64 * chunks, HV=6) for chunks in (8, 100, 300, 1000, 9000)]
     [8, 16, 32, 64, 128]
@@ -91,7 +97,7 @@ def segment_chunks(document_tokens: int, HV: int | None, packed_tokens: int | No
         load = chunks * HV
     else:
         load = -(-packed_tokens // CHUNK) * HV
-        whole = 4 * WALKS_AT_ONCE * chunks <= 5 * load
+        whole = 16 * WALKS_AT_ONCE * (chunks - _BORDERS) <= 17 * load
     if whole:
         return _NO_SPLIT
     few = HV < _RARELY_ALONE or packed_tokens is not None
@@ -113,6 +119,31 @@ def segment_borders(
     """
     step = segment_chunks(document_tokens, HV, packed_tokens) * CHUNK
     return range(step, document_tokens, step)
+
+
+def packed_for_speed(fragments: Sequence[Fragment], lengths: Sequence[int], HV: int) -> int | None:
+    """What the fast mode cuts by where these fragments lie on one rank: the tokens of all, or each
+    document's own (None), as the deterministic mode does, where walks so cut end sooner.
+
+    >>> packed_for_speed([Fragment(0, 0, 2048)], [2048], HV=32)
+    2048
+    >>> lengths = [34000, 29000, 26000, 10000, 7000]      # 48 heads: whole, they leave gaps
+    >>> packed_for_speed([Fragment(n, 0, length) for n, length in enumerate(lengths)], lengths, 48)
+    """
+    tokens = sum(fragment.length for fragment in fragments)
+
+    def end(packed_tokens: int | None) -> float:
+        segments: list[int] = []
+        for fragment in fragments:
+            step = segment_chunks(lengths[fragment.document], HV, packed_tokens)
+            at, stop = fragment.offset // CHUNK, -(-fragment.stop // CHUNK)
+            edges = [at, *range(at - at % step + step, stop, step), stop]
+            segments += [right - left for left, right in pairwise(edges) if right > left]
+        borders = len(segments) - sum(fragment.length > 0 for fragment in fragments)
+        cost = _BORDERS + _BORDER * borders * HV / WALKS_AT_ONCE if borders else 0
+        return span(sorted(segments, reverse=True), HV, WALKS_AT_ONCE) + cost
+
+    return min((tokens, None), key=end)
 
 
 @dataclass(frozen=True)
@@ -212,14 +243,15 @@ def walk(
     lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
     if fragments is None:
         fragments = [Fragment(document, 0, length) for document, length in enumerate(lengths)]
-    packed_tokens = None if deterministic else sum(fragment.length for fragment in fragments)
+    pieces = joined(fragments)
+    packed_tokens = None if deterministic else packed_for_speed(pieces, lengths, HV)
     chunk_row: list[int] = []
     chunk_length: list[int] = []
     segments: list[Segment] = []
     borders: dict[tuple[int, int], int] = {}
     empty: list[tuple[int, int]] = []
     row = starts = ends = maps = 0
-    for fragment in joined(fragments):
+    for fragment in pieces:
         document, length = fragment.document, lengths[fragment.document]
         start = starts if fragment.offset == 0 else -1
         end = ends if fragment.stop == length else -1

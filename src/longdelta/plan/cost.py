@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from longdelta.errors import InvalidInput
 from longdelta.plan.chains import relay_rounds
 from longdelta.plan.checks import Integers, check_choice, checked_int, checked_int_or_none
-from longdelta.plan.chunks import CHUNK, Fragment, Walk, segment_chunks, walk
+from longdelta.plan.chunks import CHUNK, Fragment, Walk, packed_for_speed, segment_chunks, walk
 from longdelta.plan.flops import ITEMSIZE, Heads
 from longdelta.plan.halo import Halo, halo
 from longdelta.plan.partition import Partition, partition
@@ -247,8 +248,9 @@ def rank_segments(
     held: Partition, rank: int, HV: int, deterministic: bool = True
 ) -> list[tuple[Fragment, int]]:
     """The fragments of a rank that have tokens, each with the number of its segments."""
-    here = sum(piece.length for piece in held.fragments[rank])
-    packed_tokens = None if deterministic else here
+    pieces = held.fragments[rank]
+    lengths = [stop - start for start, stop in pairwise(held.cu_seqlens)]
+    packed_tokens = None if deterministic else packed_for_speed(pieces, lengths, HV)
     found = []
     for piece in held.fragments[rank]:
         if piece.length:

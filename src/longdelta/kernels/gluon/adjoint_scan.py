@@ -49,6 +49,7 @@ from longdelta.kernels.gluon.states import laid_out, state_pointers
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import (
     LOG2E,
+    ask_for_vectors,
     decays,
     flat,
     from_bf16,
@@ -69,7 +70,7 @@ from longdelta.runtime.launch import Program, programs, resolved
 def _load(given, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     loads, vectors, chunks, GROUP, walks, smem = given
     qd, kd, od, zd = loads
-    Gp, bp = vectors
+    G, beta = vectors
     tasks, n_tasks, HV = walks
     qs, ks, d0s, d1s, zs, gs, bs, full, empty = smem
     RAG: gl.constexpr = kd.layout
@@ -83,12 +84,11 @@ def _load(given, STAGES: gl.constexpr, GROUPS: gl.constexpr):
         first = gl.load(tasks + seg * 8)
         n = gl.load(tasks + seg * 8 + 1)
         hk = h // GROUP
-        for c in range(first + n - 1, first - 1, -1):
-            row = gl.load(chunks + 2 * c)
-            size = gl.load(chunks + 2 * c + 1)
-            slot = c * HV + h
-            g2 = gl.load(Gp + slot.to(gl.int64) * 64 + lane) * LOG2E
-            b = gl.load(bp + (row + lane).to(gl.int64) * HV + h, mask=lane < size, other=0.0)
+        last = first + n - 1
+        row = gl.load(chunks + 2 * last)
+        size = gl.load(chunks + 2 * last + 1)
+        g, _, b = ask_for_vectors(G, beta, lane, last, row, size, HV, h)
+        for c in range(last, first - 1, -1):
             mbarrier.wait(empty.index(s), phase ^ 1)
             bar = full.index(s)
             mbarrier.expect(bar, 32768 + 8192 * (1 + GROUPS))
@@ -98,17 +98,21 @@ def _load(given, STAGES: gl.constexpr, GROUPS: gl.constexpr):
             q_tile = reinterpret(qs.index(s), gl.bfloat16, [1, 64, 1, 128], RAG)
             async_load(kd, [y, x, hk, 0], bar, k_tile)
             async_load(qd, [y, x, hk, 0], bar, q_tile)
-            async_load(zd, [slot * 64, 0], bar, zs.index(s))
+            async_load(zd, [(c * HV + h) * 64, 0], bar, zs.index(s))
             d0 = reinterpret(d0s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
             async_load(od, [y, x, h, column], bar, d0)
-            # Ahead of the last tile: after it Triton 3.9's registers do not suffice.
-            gs.index(s).store(g2)
-            bs.index(s).store(b)
             if GROUPS == 2:
                 d1 = reinterpret(d1s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
                 async_load(od, [y, x, h, 64], bar, d1)
+            then = gl.maximum(c - 1, first)
+            row = gl.load(chunks + 2 * then)
+            size = gl.load(chunks + 2 * then + 1)
+            next_g, _, next_b = ask_for_vectors(G, beta, lane, then, row, size, HV, h)
+            gs.index(s).store(g * LOG2E)
+            bs.index(s).store(b)
             barrier()
             mbarrier.arrive(bar, count=1)
+            g, b = next_g, next_b
             s, phase = next_stage(s, phase, STAGES)
         t += gl.num_programs(0)
         more = t < n_tasks

@@ -9,13 +9,13 @@ different lengths. A value's bits are the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from heapq import heappop, heappush
+from functools import partial
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from longdelta.kernels.gluon.tables import DeviceTables
+from longdelta.plan.span import span
 from longdelta.runtime import launch
 
 APART = 0.75
@@ -30,30 +30,8 @@ def groups_of(tables: DeviceTables, HV: int) -> int:
     share = tables.walk.chunks * HV / places
     if (2 * APART - 1) * share >= tables.scan.longest:
         return 2
-    return 1 if APART * span(chunks, 2 * HV, places) < span(chunks, HV, places) else 2
-
-
-def span(chunks: Sequence[int], copies: int, places: int) -> int:
-    """Chunks one after another where walks of so many chunks, the longest first and each in so many
-    copies, are taken by so many places: in turn, or by whichever is free.
-
-    >>> span([32], copies=32, places=132), span([64, 60], copies=96, places=132)
-    (32, 124)
-    """
-    if chunks and chunks[0] <= launch.IN_TURN:
-        return sum(chunks[walk // copies] for walk in range(0, len(chunks) * copies, places))
-    free, end = [(0, places)], 0  # from when on, how many
-    for length in chunks:
-        left = copies
-        while left:
-            start, n = heappop(free)
-            taken = min(n, left)
-            if taken < n:
-                heappush(free, (start, n - taken))
-            heappush(free, (start + length, taken))
-            left -= taken
-            end = max(end, start + length)
-    return end
+    ends = partial(span, chunks, places=places, in_turn=tables.scan.longest <= launch.IN_TURN)
+    return 1 if APART * ends(2 * HV) < ends(HV) else 2
 
 
 @gluon.jit

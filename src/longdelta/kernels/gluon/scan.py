@@ -10,6 +10,7 @@ loads.
 
 Per chunk and group: K S and Q S, then (Gam Z b) W, then K^T r b Uh, and under the next state's
 conversion P Uh. O is stored a chunk later, under K S, since the next chunk waits for nothing of it.
+The loader asks for a chunk's vectors while it loads the chunk before (tiles.py, `ask_for_vectors`).
 A state group of two has 200 registers and needs them all in the loop over chunks, so nothing is
 kept through it that can be had again: addresses of states (states.py, Note [Addresses]), offsets
 for stages (`next_stage`), those of a path without any walk (a program has one at least). For that
@@ -42,6 +43,7 @@ from longdelta.kernels.gluon.states import laid_out, state_pointers
 from longdelta.kernels.gluon.tables import DeviceTables, tables_of
 from longdelta.kernels.gluon.tiles import (
     LOG2E,
+    ask_for_vectors,
     decays,
     flat,
     from_bf16,
@@ -62,7 +64,7 @@ from longdelta.runtime.launch import Program, programs, resolved
 def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     loads, vectors, chunks, GROUP, walks, smem = given
     qd, kd, vd, zd = loads
-    Gp, bp = vectors
+    G, beta = vectors
     tasks, n_tasks, HV = walks
     qs, ks, v0s, v1s, zs, gs, bs, es, rs, full, empty = smem
     RAG: gl.constexpr = kd.layout
@@ -77,20 +79,16 @@ def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
         first = gl.load(tasks + seg * 8)
         n = gl.load(tasks + seg * 8 + 1)
         hk = h // GROUP
+        row = gl.load(chunks + 2 * first)
+        size = gl.load(chunks + 2 * first + 1)
+        g, last, b = ask_for_vectors(G, beta, lane, first, row, size, HV, h)
         for c in range(first, first + n):
-            row = gl.load(chunks + 2 * c)
-            size = gl.load(chunks + 2 * c + 1)
-            slot = c * HV + h
-            g = Gp + slot.to(gl.int64) * 64
-            g2 = gl.load(g + lane) * LOG2E
-            last = gl.load(g + 63) * LOG2E
-            b = gl.load(bp + (row + lane).to(gl.int64) * HV + h, mask=lane < size, other=0.0)
             mbarrier.wait(empty.index(s), phase ^ 1)
             bar = full.index(s)
             mbarrier.expect(bar, BYTES)
             y = row + size
             x = 64 - size
-            async_load(zd, [slot * 64, 0], bar, zs.index(s))
+            async_load(zd, [(c * HV + h) * 64, 0], bar, zs.index(s))
             k_tile = reinterpret(ks.index(s), gl.bfloat16, [1, 64, 1, 128], RAG)
             async_load(kd, [y, x, hk, 0], bar, k_tile)
             if OUT:
@@ -101,12 +99,18 @@ def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
             if GROUPS == 2:
                 v1 = reinterpret(v1s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
                 async_load(vd, [y, x, h, 64], bar, v1)
+            then = gl.minimum(c + 1, first + n - 1)
+            row = gl.load(chunks + 2 * then)
+            size = gl.load(chunks + 2 * then + 1)
+            next_g, next_last, next_b = ask_for_vectors(G, beta, lane, then, row, size, HV, h)
+            g2 = g * LOG2E
             gs.index(s).store(g2)
             bs.index(s).store(b)
             es.index(s).store(-gl.exp2(g2))
-            rs.index(s).store(b * gl.exp2(last - g2))
+            rs.index(s).store(b * gl.exp2(last * LOG2E - g2))
             barrier()
             mbarrier.arrive(bar, count=1)
+            g, last, b = next_g, next_last, next_b
             s, phase = next_stage(s, phase, STAGES)
         t += gl.num_programs(0)
         more = t < n_tasks
@@ -366,7 +370,7 @@ def scan_kernel(
                 (_load, (load, OUT, STAGES, GROUPS)),
             ],
             [4, 1],
-            [232, 24],
+            [216, 40],
         )
 
 
