@@ -35,8 +35,8 @@ POOL = Workload(
     lengths=(1, 63, 64, 65, 200, 700, 1300), gates="slow", betas="small", H=2, HV=4, tail=0
 )
 """Documents with no, one and several borders; each packing below takes some of them."""
-FULL = [4] * 42 + [6] + [4] * 42
-"""Enough work beside the long document for the fast mode to cut it in longer segments."""
+FULL = [4] * 62 + [6] + [4] * 62
+"""Enough work beside the long document for the fast mode to leave it whole."""
 
 
 def packed(
