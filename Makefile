@@ -10,6 +10,8 @@ CPU_TRITON ?= triton==3.6.0
 NEWEST_TRITON ?= triton==3.9.0
 # More arguments for the demo, such as ARGS="--text FILE".
 ARGS ?=
+# Of `make pytest`: all tests, or some, such as TESTS=tests/ops/test_packing.py.
+TESTS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,6 +25,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 help:
 	@echo "make demo    train a small byte-level model here (sets everything up first)"
 	@echo "make test    every check: lint, types, contracts, doc-tests, tests"
+	@echo "make pytest  the tests alone, or some of them: TESTS=tests/ops/test_packing.py"
 	@echo "make lint    the checks that run no test"
 	@echo "make format  rewrite the code as ruff formats it"
 	@echo "make docs    build the documentation into site/"
@@ -53,7 +56,7 @@ report-sizes:
 	$(BIN)/python tests/contracts/sizes.py
 
 pytest: $(VENV)/.dev
-	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS)
+	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) $(TESTS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

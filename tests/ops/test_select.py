@@ -35,6 +35,12 @@ def test_support_refuses_an_unknown_backend_by_name():
         support(backend="fast")
 
 
+def test_support_refuses_a_device_that_torch_does_not_find():
+    absent = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(InvalidInput, match=f"device must be .* {absent[5:]} GPUs .*got '{absent}'"):
+        support(device=absent)
+
+
 def test_stages_of_the_eager_backend_are_its_module():
     assert stages("eager") is eager
 
@@ -45,6 +51,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(select, "triton_version", lambda: f"{TRITON_CHECKED[0]}.0")
     monkeypatch.setattr(self_test, "fault", lambda device: None)
     monkeypatch.setattr(select, "_selected", {})

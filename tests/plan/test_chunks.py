@@ -34,6 +34,7 @@ def test_the_fast_mode_cuts_as_the_deterministic_one_where_that_ends_no_later(le
         ([9000, 20000, 3000, 700], 16, (64, 6), (64, 10)),
         ([9920, *[4000] * 12], 16, (128, 1), (32, 40)),
         ([9920, *[4000] * 20], 16, (155, 0), (32, 64)),  # one that fits into a device's share
+        ([20000, *[640] * 100], 64, (313, 0), (128, 2)),  # among many walks
     ],
 )
 def test_the_fast_mode_cuts_by_what_a_document_is_packed_with(lengths, HV, fast, deterministic):

@@ -70,13 +70,18 @@ def support(
     Returns:
         ``Support(backend, reasons)``; `reasons` maps each backend that does not run to a sentence.
     Raises:
-        InvalidInput: no backend has this name.
+        InvalidInput: no backend has this name, or torch finds no such device.
         UnsupportedProblem: the backend asked for does not take the problem.
     Source: this project; the shapes and dtypes are those of ``chunk_gated_delta_rule``.
     """
     if backend not in BACKENDS:
         raise InvalidInput(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise InvalidInput(
+            f"device must be one that torch finds here, {torch.cuda.device_count()} GPUs and the "
+            f"CPU; got {str(place)!r}: use another, or a build of torch for this machine's GPUs"
+        )
     reason = _gluon_reason(place, dtype, head_k_dim, head_v_dim)
     if backend == "gluon" and reason is not None:
         raise UnsupportedProblem(

@@ -10,7 +10,7 @@ border it leaves through, and `fold` turns that row into S in place: S[leave] +=
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -38,6 +38,8 @@ a full batch more than they can win."""
 _BORDERS, _BORDER = 10, 8
 """Chunks that a place walks in the time that borders add to a forward: any at all, and each that it
 has a share of. docs/log.md, 2026-12-01, what the fast mode splits."""
+_MANY = 32
+"""Walks for each place from which on it takes longer to reckon how they fit than it is worth."""
 
 
 @dataclass(frozen=True, order=True)
@@ -121,29 +123,42 @@ def segment_borders(
     return range(step, document_tokens, step)
 
 
-def packed_for_speed(fragments: Sequence[Fragment], lengths: Sequence[int], HV: int) -> int | None:
+def packed_for_speed(
+    fragments: Sequence[Fragment], document_tokens: Callable[[int], int], HV: int
+) -> int | None:
     """What the fast mode cuts by where these fragments lie on one rank: the tokens of all, or each
     document's own (None), as the deterministic mode does, where walks so cut end sooner.
 
-    >>> packed_for_speed([Fragment(0, 0, 2048)], [2048], HV=32)
+    >>> packed_for_speed([Fragment(0, 0, 2048)], [2048].__getitem__, HV=32)
     2048
     >>> lengths = [34000, 29000, 26000, 10000, 7000]      # 48 heads: whole, they leave gaps
-    >>> packed_for_speed([Fragment(n, 0, length) for n, length in enumerate(lengths)], lengths, 48)
+    >>> pieces = [Fragment(n, 0, length) for n, length in enumerate(lengths)]
+    >>> packed_for_speed(pieces, lengths.__getitem__, HV=48)
     """
     tokens = sum(fragment.length for fragment in fragments)
 
-    def end(packed_tokens: int | None) -> float:
-        segments: list[int] = []
+    def segments(packed_tokens: int | None) -> list[int]:
+        result: list[int] = []
         for fragment in fragments:
-            step = segment_chunks(lengths[fragment.document], HV, packed_tokens)
+            step = segment_chunks(document_tokens(fragment.document), HV, packed_tokens)
             at, stop = fragment.offset // CHUNK, -(-fragment.stop // CHUNK)
-            edges = [at, *range(at - at % step + step, stop, step), stop]
-            segments += [right - left for left, right in pairwise(edges) if right > left]
-        borders = len(segments) - sum(fragment.length > 0 for fragment in fragments)
-        cost = _BORDERS + _BORDER * borders * HV / WALKS_AT_ONCE if borders else 0
-        return span(sorted(segments, reverse=True), HV, WALKS_AT_ONCE) + cost
+            if stop - at + at % step <= step:
+                result.append(stop - at)
+            else:
+                edges = [at, *range(at - at % step + step, stop, step), stop]
+                result += [right - left for left, right in pairwise(edges)]
+        return sorted(result, reverse=True)
 
-    return min((tokens, None), key=end)
+    def end(segments: list[int]) -> float:
+        # As many walks as this fill one another's gaps.
+        many = len(segments) * HV > _MANY * WALKS_AT_ONCE
+        share = -(-sum(segments) * HV // WALKS_AT_ONCE)
+        walks = max(segments[0], share) if many else span(segments, HV, WALKS_AT_ONCE)
+        borders = len(segments) - len(fragments)
+        return walks + (_BORDERS + _BORDER * borders * HV / WALKS_AT_ONCE if borders else 0)
+
+    packed, alone = segments(tokens), segments(None)
+    return tokens if packed == alone or end(packed) <= end(alone) else None
 
 
 @dataclass(frozen=True)
@@ -244,7 +259,7 @@ def walk(
     if fragments is None:
         fragments = [Fragment(document, 0, length) for document, length in enumerate(lengths)]
     pieces = joined(fragments)
-    packed_tokens = None if deterministic else packed_for_speed(pieces, lengths, HV)
+    packed_tokens = None if deterministic else packed_for_speed(pieces, lengths.__getitem__, HV)
     chunk_row: list[int] = []
     chunk_length: list[int] = []
     segments: list[Segment] = []

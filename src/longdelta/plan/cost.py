@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 from longdelta.errors import InvalidInput
 from longdelta.plan.chains import relay_rounds
@@ -118,7 +117,7 @@ def bytes_needed(
         compiled: the call is part of a graph of `torch.compile`.
 
     Raises:
-        InvalidInput: an argument is out of range.
+        InvalidInput: an argument is out of range, or the backend does not take dtype, K or V.
 
     >>> need = bytes_needed([0, 8192], num_heads=2, num_v_heads=6, ranks=2, conv1d_kernel_size=4)
     >>> for each in need.collectives:
@@ -249,10 +248,11 @@ def rank_segments(
 ) -> list[tuple[Fragment, int]]:
     """The fragments of a rank that have tokens, each with the number of its segments."""
     pieces = held.fragments[rank]
-    lengths = [stop - start for start, stop in pairwise(held.cu_seqlens)]
-    packed_tokens = None if deterministic else packed_for_speed(pieces, lengths, HV)
+    packed_tokens = None
+    if not deterministic:
+        packed_tokens = packed_for_speed(pieces, held.document_tokens, HV)
     found = []
-    for piece in held.fragments[rank]:
+    for piece in pieces:
         if piece.length:
             tokens = held.document_tokens(piece.document)
             step = segment_chunks(tokens, HV, packed_tokens) * CHUNK
@@ -340,6 +340,11 @@ def _check(
     check_choice("dtype", dtype, ITEMSIZE)
     check_choice("save", save, SAVE_MODES)
     check_choice("backend", backend, BACKENDS)
+    if backend == "gluon" and (dtype, heads.K, heads.V) != ("bfloat16", 128, 128):
+        raise InvalidInput(
+            "backend='gluon' takes dtype bfloat16 and head_k_dim = head_v_dim = 128; got "
+            f"{dtype}, {heads.K} and {heads.V}: use backend='eager', which then runs"
+        )
     if not isinstance(deterministic, bool):
         raise InvalidInput(f"deterministic must be True or False, got {deterministic!r}")
     for name in activated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from itertools import groupby
 
 
 def span(chunks: Sequence[int], copies: int, places: int, *, in_turn: bool = False) -> int:
@@ -15,15 +16,19 @@ def span(chunks: Sequence[int], copies: int, places: int, *, in_turn: bool = Fal
     """
     if in_turn:
         return sum(chunks[walk // copies] for walk in range(0, len(chunks) * copies, places))
-    free, end = [(0, places)], 0  # from when on, how many
-    for length in chunks:
-        left = copies
+    free = {0: places}  # from when on, how many
+    whens = [0]
+    for length, same in groupby(chunks):
+        left = copies * sum(1 for _ in same)
         while left:
-            start, n = heappop(free)
-            taken = min(n, left)
-            if taken < n:
-                heappush(free, (start, n - taken))
-            heappush(free, (start + length, taken))
+            when = whens[0]
+            taken = min(free[when], left)
+            if taken < free[when]:
+                free[when] -= taken
+            else:
+                del free[heappop(whens)]
+            if when + length not in free:
+                heappush(whens, when + length)
+            free[when + length] = free.get(when + length, 0) + taken
             left -= taken
-            end = max(end, start + length)
-    return end
+    return max(free)
