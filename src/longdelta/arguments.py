@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from longdelta.errors import InvalidInput, NotYet
 from longdelta.ops import plans
 from longdelta.ops.dispatch import traced
-from longdelta.ops.library import Inputs, refuse_forward_mode
+from longdelta.ops.library import Inputs, refuse_forward_mode, refuse_functional_grad
 from longdelta.ops.plans import host_offsets
 from longdelta.ops.recompute import RecomputeHandle, active
 from longdelta.ops.select import BACKENDS
@@ -117,6 +117,7 @@ def inputs_of(
     rows = _check_context(inputs, cp_context)
     _check_states(inputs, rows[0])
     refuse_forward_mode(*differentiable)
+    refuse_functional_grad()
     if recompute is not None and type(q) in (Tensor, nn.Parameter):
         recompute.begin()  # a fake tensor's run is none
     return inputs._replace(final_rows=rows[1])

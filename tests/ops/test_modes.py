@@ -38,6 +38,19 @@ def test_forward_mode_is_refused_instead_of_dropping_the_tangent():
             gdn_backward(dual, None, *given)
 
 
+@pytest.mark.parametrize("op", [chunk_gated_delta_rule, gdn_forward])
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev"])
+def test_functional_gradients_are_refused_with_a_way_out(op, transform):
+    q, *rest = operands()
+
+    def loss(q):
+        return op(q, *rest)[0].sum()
+
+    outer = getattr(torch.func, transform)
+    with pytest.raises(InvalidInput, match=r"torch\.func\.grad.*use backward or torch\.autograd"):
+        outer(loss, q) if transform == "vjp" else outer(loss)(q)
+
+
 def test_forward_mode_over_reverse_is_refused_instead_of_dropping_the_tangent():
     q, *rest = operands()
     q = q.clone().requires_grad_()

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._C._functorch import TransformType, peek_interpreter_stack
 
 from longdelta.errors import InvalidInput
 from longdelta.kernels.stages import Activation
@@ -190,6 +191,18 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
                 "forward-mode differentiation (jvp, jacfwd, dual tensors) is not implemented; use "
                 "reverse mode (backward, torch.autograd.grad)"
             )
+
+
+def refuse_functional_grad() -> None:
+    """Before torch does, whose words name neither the op nor a way out."""
+    if torch.compiler.is_compiling():
+        return
+    transform = peek_interpreter_stack()
+    if transform is not None and transform.key() == TransformType.Grad:
+        raise InvalidInput(
+            "torch.func.grad, vjp and jacrev are not implemented; use backward or "
+            "torch.autograd.grad"
+        )
 
 
 def _without_autocast(q: Tensor) -> AbstractContextManager[object]:
