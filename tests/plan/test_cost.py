@@ -171,6 +171,8 @@ def test_inputs_that_come_raw_need_their_places_in_both_directions() -> None:
         ({"rank": 0.5}, "rank must be an integer of at least 0, got 0.5"),
         ({"rank": -1}, "rank must be an integer of at least 0, got -1"),
         ({"backend": "abacus"}, "backend must be one of eager, gluon, got 'abacus'"),
+        ({"backend": "gluon", "dtype": "float32"}, "'gluon' takes dtype bfloat16 .* got float32"),
+        ({"backend": "gluon", "head_v_dim": 64}, "'gluon' takes .* 128; got bfloat16, 128 and 64"),
         ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
         ({"save": "all"}, "save must be one of none, light, full, got 'all'"),
         ({"rank": 2, "ranks": 2}, r"rank must be in \[0, 2\), got 2"),
