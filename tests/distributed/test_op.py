@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from longdelta.plan.chunks import packed_for_speed
 from longdelta.plan.cost import bytes_needed, state_collectives
 from longdelta.plan.flops import Heads
 from longdelta.testing.budgets import EAGER
@@ -99,6 +100,17 @@ def test_op_on_ranks_matches_the_recurrence_for_cuts_anywhere(
     found = on_ranks(pool, ranks, RAGGED, torch.float64, "token", deterministic=deterministic)
     for _, results, _ in found:
         assert_results(results, expected(RAGGED))
+
+
+def test_ranks_may_cut_what_they_share_by_different_rules_in_the_fast_mode(pool: RankPool) -> None:
+    work = Workload((60, 1300, 700, 700, 700, 1300, 1300), gates="slow", betas="small", K=8, V=12)
+    found = on_ranks(pool, 2, work, torch.float64, "token", deterministic=False)
+    plan = found[0][0]
+    rules = [packed_for_speed(plan.fragments[rank], plan.document_tokens, HV) for rank in (0, 1)]
+    assert rules == [None, plan.tokens(1)]
+    assert plan.fragments[0][-1].document == plan.fragments[1][0].document
+    for _, results, _ in found:
+        assert_results(results, expected(work))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
