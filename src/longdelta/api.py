@@ -9,8 +9,9 @@ from torch import Tensor
 
 from longdelta.arguments import call_of, inputs_of, require, state_shape
 from longdelta.errors import InvalidInput
-from longdelta.ops.library import call, call_backward, refuse_forward_mode
+from longdelta.ops.library import call, call_backward
 from longdelta.ops.recompute import RecomputeHandle
+from longdelta.ops.transforms import refuse_forward_mode
 
 
 class ForwardResult(NamedTuple):

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from longdelta.errors import InvalidInput, NotYet
 from longdelta.ops import plans
 from longdelta.ops.dispatch import traced
-from longdelta.ops.library import Inputs, refuse_forward_mode, refuse_functional_grad
+from longdelta.ops.library import Inputs
 from longdelta.ops.plans import host_offsets
 from longdelta.ops.recompute import RecomputeHandle, active
 from longdelta.ops.select import BACKENDS
+from longdelta.ops.transforms import refuse_forward_mode, refuse_functional_grad
 from longdelta.plan.tensors import KEPT, SAVE_MODES
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
