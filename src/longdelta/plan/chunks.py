@@ -109,9 +109,7 @@ def segment_chunks(document_tokens: int, HV: int | None, packed_tokens: int | No
     return length
 
 
-def segment_borders(
-    document_tokens: int, HV: int | None, packed_tokens: int | None = None
-) -> range:
+def segment_borders(document_tokens: int, HV: int | None) -> range:
     """Token offsets inside a document where its segments meet; see `segment_chunks`.
 
     >>> list(segment_borders(64 * 20 + 1, HV=6))
@@ -119,8 +117,17 @@ def segment_borders(
     >>> list(segment_borders(512, HV=6)), list(segment_borders(0, HV=6))
     ([], [])
     """
-    step = segment_chunks(document_tokens, HV, packed_tokens) * CHUNK
+    step = segment_chunks(document_tokens, HV) * CHUNK
     return range(step, document_tokens, step)
+
+
+def _edges(
+    fragment: Fragment, document_tokens: int, HV: int, packed_tokens: int | None
+) -> list[int]:
+    """Token offsets inside the document where the segments of a fragment begin and end."""
+    step = segment_chunks(document_tokens, HV, packed_tokens) * CHUNK
+    within = range(fragment.offset // step * step + step, fragment.stop, step)
+    return [fragment.offset, *within, fragment.stop]
 
 
 def packed_for_speed(
@@ -140,13 +147,8 @@ def packed_for_speed(
     def segments(packed_tokens: int | None) -> list[int]:
         result: list[int] = []
         for fragment in fragments:
-            step = segment_chunks(document_tokens(fragment.document), HV, packed_tokens)
-            at, stop = fragment.offset // CHUNK, -(-fragment.stop // CHUNK)
-            if stop - at + at % step <= step:
-                result.append(stop - at)
-            else:
-                edges = [at, *range(at - at % step + step, stop, step), stop]
-                result += [right - left for left, right in pairwise(edges)]
+            edges = _edges(fragment, document_tokens(fragment.document), HV, packed_tokens)
+            result += [-(-right // CHUNK) - left // CHUNK for left, right in pairwise(edges)]
         return sorted(result, reverse=True)
 
     def end(segments: list[int]) -> float:
@@ -275,9 +277,7 @@ def walk(
             if not length:
                 empty.append((start, end))
             continue
-        cuts = segment_borders(length, HV, packed_tokens)
-        edges = [fragment.offset, *(c for c in cuts if fragment.offset < c < fragment.stop)]
-        for left, right in zip(edges, [*edges[1:], fragment.stop], strict=True):
+        for left, right in pairwise(_edges(fragment, length, HV, packed_tokens)):
             first_chunk = len(chunk_row)
             for length_of_chunk in _on_grid(left, right):
                 chunk_row.append(row)

@@ -103,7 +103,7 @@ def test_a_thousand_calls_give_the_same_bits():
 
 
 def test_five_hundred_backwards_of_a_full_device_give_the_same_bits():
-    """One in fifty had another dg in one chunk: docs/log.md, 2026-11-30, a race in gradients."""
+    """One in twenty had another dg in one chunk: docs/log.md, 2026-12-01, the race is gone."""
     T, H, HV = 8 * 4096, 16, 48
     v = torch.randn(1, T, HV, 128, device="cuda").to(BF16)
     gates = rates(1, T, HV) / 16, rates(1, T, HV).exp()

@@ -85,9 +85,7 @@ def _load(given, STAGES: gl.constexpr, GROUPS: gl.constexpr):
         n = gl.load(tasks + seg * 8 + 1)
         hk = h // GROUP
         last = first + n - 1
-        row = gl.load(chunks + 2 * last)
-        size = gl.load(chunks + 2 * last + 1)
-        g, _, b = ask_for_vectors(G, beta, lane, last, row, size, HV, h)
+        row, size, g, _, b = ask_for_vectors(chunks, G, beta, lane, last, HV, h)
         for c in range(last, first - 1, -1):
             mbarrier.wait(empty.index(s), phase ^ 1)
             bar = full.index(s)
@@ -105,9 +103,7 @@ def _load(given, STAGES: gl.constexpr, GROUPS: gl.constexpr):
                 d1 = reinterpret(d1s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
                 async_load(od, [y, x, h, 64], bar, d1)
             then = gl.maximum(c - 1, first)
-            row = gl.load(chunks + 2 * then)
-            size = gl.load(chunks + 2 * then + 1)
-            next_g, _, next_b = ask_for_vectors(G, beta, lane, then, row, size, HV, h)
+            row, size, next_g, _, next_b = ask_for_vectors(chunks, G, beta, lane, then, HV, h)
             gs.index(s).store(g * LOG2E)
             bs.index(s).store(b)
             barrier()

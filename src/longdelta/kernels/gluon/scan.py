@@ -79,9 +79,7 @@ def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
         first = gl.load(tasks + seg * 8)
         n = gl.load(tasks + seg * 8 + 1)
         hk = h // GROUP
-        row = gl.load(chunks + 2 * first)
-        size = gl.load(chunks + 2 * first + 1)
-        g, last, b = ask_for_vectors(G, beta, lane, first, row, size, HV, h)
+        row, size, g, last, b = ask_for_vectors(chunks, G, beta, lane, first, HV, h)
         for c in range(first, first + n):
             mbarrier.wait(empty.index(s), phase ^ 1)
             bar = full.index(s)
@@ -100,9 +98,9 @@ def _load(given, OUT: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
                 v1 = reinterpret(v1s.index(s), gl.bfloat16, [1, 64, 1, 64], RAG)
                 async_load(vd, [y, x, h, 64], bar, v1)
             then = gl.minimum(c + 1, first + n - 1)
-            row = gl.load(chunks + 2 * then)
-            size = gl.load(chunks + 2 * then + 1)
-            next_g, next_last, next_b = ask_for_vectors(G, beta, lane, then, row, size, HV, h)
+            row, size, next_g, next_last, next_b = ask_for_vectors(
+                chunks, G, beta, lane, then, HV, h
+            )
             g2 = g * LOG2E
             gs.index(s).store(g2)
             bs.index(s).store(b)

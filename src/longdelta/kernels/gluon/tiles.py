@@ -91,15 +91,17 @@ def put(desc, at, out, x, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def ask_for_vectors(G, beta, lane, c, row, size, HV, h):
-    """G of a chunk and head, its last and beta, on their way into registers.
+def ask_for_vectors(chunks, G, beta, lane, c, HV, h):
+    """Row and size of a chunk; G of one head, its last and beta, on their way into registers.
 
     A loader that waits for them takes 1.1 us a chunk, nearly as long as half a walk; so it asks
     while it loads the chunk before. docs/log.md, 2026-12-01, what holds up half a walk.
     """
+    row = gl.load(chunks + 2 * c)
+    size = gl.load(chunks + 2 * c + 1)
     g = G + (c * HV + h).to(gl.int64) * 64
     b = gl.load(beta + (row + lane).to(gl.int64) * HV + h, mask=lane < size, other=0.0)
-    return gl.load(g + lane), gl.load(g + 63), b
+    return row, size, gl.load(g + lane), gl.load(g + 63), b
 
 
 @gluon.jit
